@@ -1,0 +1,70 @@
+//! Attempts: made with their keys, listed, patched.
+
+use std::sync::Arc;
+
+use agl_core::rollout::AttemptPatch;
+use agl_store::AttemptDetail;
+use axum::Json;
+use axum::extract::{Path, Request, State};
+use axum::http::StatusCode;
+use serde::{Deserialize, Serialize};
+
+use super::input::{body, check_id};
+use crate::app::App;
+use crate::clock;
+use crate::error::ApiError;
+use crate::keys::Scope;
+use crate::proxy::read_body;
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Create {
+    #[serde(default)]
+    attempt_id: Option<String>,
+}
+
+/// A new attempt with the keys for its agent and its evaluator.
+#[derive(Serialize)]
+pub(super) struct Grant {
+    #[serde(flatten)]
+    detail: AttemptDetail,
+    /// Opens the attempt's proxy and event URLs until the agent has ended.
+    key: String,
+    /// Opens the attempt's event URL until the attempt has ended.
+    reward_key: String,
+}
+
+/// `POST /api/rollouts/{id}/attempts`: the id given or the next number. A known id gives the existing attempt and its keys.
+pub(super) async fn create(
+    State(app): State<Arc<App>>,
+    Path(rollout_id): Path<String>,
+    request: Request,
+) -> Result<(StatusCode, Json<Grant>), ApiError> {
+    let raw = read_body(&app, request).await?;
+    let Create { attempt_id } = if raw.is_empty() { Create::default() } else { body(&raw)? };
+    if let Some(id) = &attempt_id {
+        check_id(id, vec!["body".into(), "attempt_id".into()])?;
+    }
+    let (detail, _new) = app.store.create_attempt(&rollout_id, attempt_id, clock::now()).await?;
+    let mint = |scope| app.keys.mint(scope, &rollout_id, &detail.attempt.attempt_id);
+    let (key, reward_key) = (mint(Scope::Agent), mint(Scope::Reward));
+    Ok((StatusCode::CREATED, Json(Grant { detail, key, reward_key })))
+}
+
+/// `GET /api/rollouts/{id}/attempts`, oldest first.
+pub(super) async fn list(
+    State(app): State<Arc<App>>,
+    Path(rollout_id): Path<String>,
+) -> Result<Json<Vec<AttemptDetail>>, ApiError> {
+    Ok(Json(app.store.attempts(&rollout_id).await?))
+}
+
+/// `PATCH /api/rollouts/{id}/attempts/{aid}`.
+pub(super) async fn patch(
+    State(app): State<Arc<App>>,
+    Path((rollout_id, attempt_id)): Path<(String, String)>,
+    request: Request,
+) -> Result<Json<AttemptDetail>, ApiError> {
+    let patch: AttemptPatch = body(&read_body(&app, request).await?)?;
+    Ok(Json(app.store.patch_attempt(&rollout_id, &attempt_id, patch, clock::now()).await?))
+}

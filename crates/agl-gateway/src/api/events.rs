@@ -1,0 +1,69 @@
+//! The event log of an attempt.
+
+use std::sync::Arc;
+
+use agl_core::event::{Event, EventCreate, MODEL_REQUEST, REWARD};
+use agl_core::rollout::RewardSource;
+use agl_store::StoredEvent;
+use axum::Json;
+use axum::extract::{Path, Request, State};
+use axum::http::Uri;
+use axum::response::Response;
+
+use super::input::{Query, body};
+use super::{large_json, triplet};
+use crate::app::App;
+use crate::clock;
+use crate::error::ApiError;
+use crate::keys::{Access, Scope};
+use crate::proxy::read_body;
+
+/// `POST /api/rollouts/{id}/attempt/{aid}/events`.
+pub(super) async fn append(
+    State(app): State<Arc<App>>,
+    Path((rollout_id, attempt_id)): Path<(String, String)>,
+    request: Request,
+) -> Result<Json<Event>, ApiError> {
+    let access = app.check_attempt(request.headers(), request.uri(), &rollout_id, &attempt_id).await?;
+    let event: EventCreate = body(&read_body(&app, request).await?)?;
+    if let Access::Attempt(scope) = access {
+        check_scope(&app, scope, &rollout_id, &event).await?;
+    }
+    Ok(Json(app.store.append_event(&rollout_id, &attempt_id, event, clock::now()).await?))
+}
+
+/// What an agent under training must not be able to say.
+async fn check_scope(app: &App, scope: Scope, rollout_id: &str, event: &EventCreate) -> Result<(), ApiError> {
+    if event.event_type == MODEL_REQUEST {
+        return Err(ApiError::forbidden("Events of type model_request are written by the gateway"));
+    }
+    if scope == Scope::Agent && event.event_type == REWARD {
+        let rollout = app.store.rollout(rollout_id).await?.ok_or_else(|| ApiError::not_found(rollout_id))?;
+        if rollout.config.reward_source == Some(RewardSource::Evaluator) {
+            return Err(ApiError::forbidden("The reward of this rollout is accepted from its evaluator only"));
+        }
+    }
+    Ok(())
+}
+
+/// `GET /api/rollouts/{id}/events?event_type=&format=triplet&attempt_id=`; by default those of the attempt that counts.
+pub(super) async fn list(
+    State(app): State<Arc<App>>,
+    Path(rollout_id): Path<String>,
+    uri: Uri,
+) -> Result<Response, ApiError> {
+    let query = Query::of(&uri);
+    let rollout = app.store.rollout(&rollout_id).await?.ok_or_else(|| ApiError::not_found(&rollout_id))?;
+    let attempt_id = query.text("attempt_id").unwrap_or_else(|| rollout.current_attempt());
+    let stored = app.store.events(&rollout_id, attempt_id, query.text("event_type")).await?;
+    let as_triplets = query.text("format") == Some("triplet");
+    large_json(move || {
+        let stored = stored.into_iter();
+        if as_triplets {
+            let triplets = stored.map(triplet::of_stored).collect::<Result<_, _>>()?;
+            return Ok(triplet::last_per_prompt(triplets));
+        }
+        Ok(stored.map(StoredEvent::into_event).collect::<Result<Vec<_>, _>>()?)
+    })
+    .await
+}

@@ -1,0 +1,77 @@
+//! The management interface, compatible in shape with Agent Lightning v1.0: same paths, fields, defaults and status codes.
+
+use std::sync::Arc;
+
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, patch, post};
+use axum::{Json, Router};
+use serde_json::{Value, json};
+
+use crate::app::App;
+use crate::error::ApiError;
+use crate::keys::presented;
+use crate::proxy;
+
+mod attempts;
+mod events;
+mod input;
+mod models;
+mod pause;
+mod rollouts;
+mod sequences;
+mod triplet;
+mod watch;
+
+/// Every route. Management routes need the server key; those of an attempt check their own.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    let management = Router::new()
+        .route("/api/rollouts", get(rollouts::list).post(rollouts::create))
+        .route("/api/rollouts/terminal", get(rollouts::terminal))
+        .route("/api/rollouts/watch", get(watch::watch))
+        .route("/api/rollouts/consumed", post(rollouts::consumed))
+        .route("/api/rollouts/{rollout_id}", get(rollouts::get).patch(rollouts::patch).delete(rollouts::delete))
+        .route("/api/rollouts/{rollout_id}/cancel", post(rollouts::cancel))
+        .route("/api/rollouts/{rollout_id}/retry", post(rollouts::retry))
+        .route("/api/rollouts/{rollout_id}/attempts", get(attempts::list).post(attempts::create))
+        .route("/api/rollouts/{rollout_id}/attempts/{attempt_id}", patch(attempts::patch))
+        .route("/api/rollouts/{rollout_id}/events", get(events::list))
+        .route("/api/rollouts/{rollout_id}/sequences", get(sequences::get))
+        .route("/api/models", delete(models::remove).get(models::list).post(models::register))
+        .route("/proxy/pause", post(pause::pause))
+        .route("/proxy/resume", post(pause::resume))
+        .route("/proxy/state", get(pause::state))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&app), require_server_key));
+    let attempts = Router::new()
+        .route("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events", post(events::append))
+        .route("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai/v1/{*path}", post(proxy::forward));
+    Router::new()
+        .route("/healthz", get(async || Json(json!({"status": "ok"}))))
+        .merge(management)
+        .merge(attempts)
+        .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "Not Found"))
+        .method_not_allowed_fallback(async || ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed"))
+        .layer(DefaultBodyLimit::max(app.config.body_limit))
+        .with_state(app)
+}
+
+async fn require_server_key(State(app): State<Arc<App>>, request: Request, next: Next) -> Result<Response, ApiError> {
+    app.keys.check(&presented(request.headers(), request.uri()), None)?;
+    Ok(next.run(request).await)
+}
+
+/// An answer that may be large: built and written as JSON on a blocking thread.
+async fn large_json<T: serde::Serialize>(
+    build: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<Response, ApiError> {
+    let lost = || ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "The answer could not be put together");
+    let write = move || serde_json::to_vec(&build()?).map_err(|_| lost());
+    let json = tokio::task::spawn_blocking(write).await.map_err(|_| lost())??;
+    Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
+}
+
+fn ok() -> Json<Value> {
+    Json(json!({"status": "ok"}))
+}

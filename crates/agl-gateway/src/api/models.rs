@@ -1,0 +1,52 @@
+//! Inference servers: registered, listed, removed.
+
+use std::sync::Arc;
+
+use agl_store::RegisteredModel;
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, Uri};
+use serde_json::Value;
+
+use super::input::{Query, body};
+use super::ok;
+use crate::app::App;
+use crate::error::ApiError;
+use crate::proxy::read_body;
+
+/// `POST /api/models`: replaces registrations of equal model and endpoint.
+pub(super) async fn register(
+    State(app): State<Arc<App>>,
+    request: Request,
+) -> Result<(StatusCode, Json<Vec<RegisteredModel>>), ApiError> {
+    let models: Vec<RegisteredModel> = body(&read_body(&app, request).await?)?;
+    for (index, model) in models.iter().enumerate() {
+        check_endpoint(&model.endpoint, index)?;
+    }
+    app.servers.register(models.clone()).await?;
+    Ok((StatusCode::CREATED, Json(models)))
+}
+
+/// Refuses at registration what every later call would fail on.
+fn check_endpoint(endpoint: &str, index: usize) -> Result<(), ApiError> {
+    let loc = vec!["body".into(), index.into(), "endpoint".into()];
+    let problem = match reqwest::Url::parse(endpoint) {
+        Ok(url) if url.scheme() == "http" && url.has_host() => return Ok(()),
+        Ok(url) if url.scheme() == "https" => "https servers cannot be called yet; register an http address of it",
+        _ => "Input should be the server's base URL, such as http://HOST:PORT/v1",
+    };
+    Err(ApiError::invalid(loc, problem, "url_parsing"))
+}
+
+/// `GET /api/models`.
+pub(super) async fn list(State(app): State<Arc<App>>) -> Json<Vec<RegisteredModel>> {
+    Json(app.servers.list())
+}
+
+/// `DELETE /api/models`: the policy's servers. `?model=` another model's, `?model=&endpoint=` one server.
+pub(super) async fn remove(State(app): State<Arc<App>>, uri: Uri) -> Result<Json<Value>, ApiError> {
+    let query = Query::of(&uri);
+    let model = query.text("model").unwrap_or(&app.config.default_proxy.model_name);
+    app.servers.remove(model, query.text("endpoint")).await?;
+    Ok(ok())
+}

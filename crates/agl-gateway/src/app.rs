@@ -1,0 +1,81 @@
+//! What every handler shares.
+
+use std::sync::Arc;
+
+use agl_store::SharedStore;
+use axum::http::{HeaderMap, Uri};
+use tokio::sync::{Semaphore, watch};
+
+use crate::config::{GatewayConfig, duration};
+use crate::error::{ApiError, GatewayError};
+use crate::gate::Gate;
+use crate::keys::{Access, Keys, Scope, presented};
+use crate::proxy::recorder::Recorder;
+use crate::proxy::servers::Servers;
+use crate::proxy::upstream::Upstream;
+
+/// As many calls may be under way as a semaphore can count to. Whoever holds all permits knows that none is.
+pub(crate) const ALL_CALLS: u32 = 1 << 20;
+
+/// The parts of a running gateway.
+pub(crate) struct App {
+    pub(crate) config: GatewayConfig,
+    pub(crate) store: SharedStore,
+    pub(crate) keys: Keys,
+    pub(crate) gate: Arc<Gate>,
+    /// One pause or resume at a time: store and gate change together.
+    pub(crate) pausing: tokio::sync::Mutex<()>,
+    pub(crate) servers: Arc<Servers>,
+    pub(crate) upstream: Upstream,
+    pub(crate) recorder: Arc<Recorder>,
+    /// A permit per call under way, also of harnesses that have hung up.
+    pub(crate) calls: Arc<Semaphore>,
+    /// True once the gateway is asked to stop: streams end then.
+    pub(crate) stopping: watch::Sender<bool>,
+}
+
+impl App {
+    pub(crate) async fn open(config: GatewayConfig) -> Result<Arc<Self>, GatewayError> {
+        let store = agl_store::open(&config.store).await?;
+        let secret = store.secret("attempt keys", rand::random()).await?;
+        let keys = Keys::new(config.key.clone(), secret);
+        let gate = Gate::new(store.pause().await?, duration(config.hold.max_seconds), config.hold.max_requests);
+        let servers = Arc::new(Servers::load(Arc::clone(&store)).await?);
+        let no_model_wait = duration(config.no_model_wait_seconds);
+        let upstream = Upstream::new(config.upstream, no_model_wait, Arc::clone(&gate), Arc::clone(&servers))?;
+        let recorder = Recorder::start(Arc::clone(&store));
+        Ok(Arc::new(Self {
+            config,
+            store,
+            keys,
+            gate,
+            pausing: tokio::sync::Mutex::new(()),
+            servers,
+            upstream,
+            recorder,
+            calls: Arc::new(Semaphore::new(ALL_CALLS as usize)),
+            stopping: watch::Sender::new(false),
+        }))
+    }
+
+    /// What the request may do on the URLs of this attempt. The signature is checked first, then whether the key has ended.
+    pub(crate) async fn check_attempt(
+        &self,
+        headers: &HeaderMap,
+        uri: &Uri,
+        rollout_id: &str,
+        attempt_id: &str,
+    ) -> Result<Access, ApiError> {
+        let access = self.keys.check(&presented(headers, uri), Some((rollout_id, attempt_id)))?;
+        let Access::Attempt(scope) = access else { return Ok(access) };
+        let attempt = self.store.attempt(rollout_id, attempt_id).await?.ok_or_else(ApiError::unauthorized)?;
+        if let Some(ended) = scope.ended(&attempt) {
+            return Err(ApiError::forbidden(ended));
+        }
+        let rollout = self.store.rollout(rollout_id).await?.ok_or_else(|| ApiError::not_found(rollout_id))?;
+        if scope == Scope::Agent && rollout.status.state.is_terminal() {
+            return Err(ApiError::forbidden(format!("Rollout {rollout_id} has ended, and its agent's key with it")));
+        }
+        Ok(access)
+    }
+}

@@ -1,0 +1,397 @@
+//! Writes what was called and answered, before the answer leaves.
+//!
+//! Per attempt a [`TokenTree`] decides what a call adds to what is stored already. The trees are a cache: one that is not here
+//! is rebuilt from the stored rows. Calls of one attempt are recorded one after the other; attempts never wait for each other.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use agl_core::trajectory::{Assembly, CallOutcome, CallRow, Delivery, Level, NewCall, TokenTree, TreeError};
+use agl_store::{CallRecord, Settlement, SharedStore, StoreError, StoredCall};
+use bytes::Bytes;
+use serde_json::{Map, Value};
+use tokio::sync::{OwnedMutexGuard, mpsc, oneshot};
+
+use super::answer::Choice;
+
+/// When the cached trees hold more tokens than this, those not used for longest go. About 4 bytes each.
+const MAX_CACHED_TOKENS: usize = 64 << 20;
+/// And never more trees than this.
+const MAX_CACHED_TREES: usize = 8192;
+/// Deliveries are written together, so that they cost no commit of their own.
+const SETTLE_EVERY: Duration = Duration::from_millis(50);
+
+/// See the [module](self).
+pub(crate) struct Recorder {
+    store: SharedStore,
+    trees: Mutex<HashMap<AttemptKey, Entry>>,
+    outbox: mpsc::UnboundedSender<Parcel>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct AttemptKey {
+    pub(crate) rollout_id: String,
+    pub(crate) attempt_id: String,
+}
+
+struct Entry {
+    /// `None` until it is loaded, and after a write failed.
+    tree: Arc<tokio::sync::Mutex<Option<AttemptTree>>>,
+    tokens: Arc<AtomicUsize>,
+    last_used: Instant,
+}
+
+struct AttemptTree {
+    tree: TokenTree,
+    next_seq: u64,
+    calls_begun: u64,
+    /// Rows whose answer did not reach the harness, or may not have: by the digest of their request.
+    retryable: HashMap<[u8; 32], Vec<u64>>,
+    tokens: Arc<AtomicUsize>,
+}
+
+/// A call that has ended.
+pub(crate) struct Finished {
+    pub(crate) key: AttemptKey,
+    pub(crate) call_id: String,
+    pub(crate) timestamp: f64,
+    /// The event's payload without `call_id`, `seq` and `delivered`.
+    pub(crate) data: Map<String, Value>,
+    pub(crate) request: Bytes,
+    pub(crate) response: Bytes,
+    pub(crate) result: CallResult,
+    pub(crate) digest: [u8; 32],
+    pub(crate) http_status: u16,
+    pub(crate) trainable: bool,
+    /// False where the harness has hung up already.
+    pub(crate) client_present: bool,
+}
+
+/// What came of it.
+pub(crate) enum CallResult {
+    Answered(Vec<Choice>),
+    Failed,
+}
+
+/// Why a call could not be recorded.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RecordError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("the stored calls of attempt {attempt_id} of rollout {rollout_id} contradict each other: {source}")]
+    Tree { rollout_id: String, attempt_id: String, source: TreeError },
+    #[error("a task of the recorder ended early")]
+    Lost,
+}
+
+/// A recorded answer on its way to the harness. Dropped before [`Handover::delivered`], it says that the harness hung up.
+pub(crate) struct Handover {
+    parcel: Option<Settled>,
+    outbox: mpsc::UnboundedSender<Parcel>,
+}
+
+struct Settled {
+    key: AttemptKey,
+    seqs: Vec<u64>,
+    digest: [u8; 32],
+    delivery: Delivery,
+}
+
+enum Parcel {
+    Settled(Settled),
+    /// Answered once everything sent before is written.
+    Flush(oneshot::Sender<()>),
+}
+
+impl Handover {
+    /// The answer has been given to the connection.
+    pub(crate) fn delivered(mut self) {
+        if let Some(parcel) = &mut self.parcel {
+            parcel.delivery = Delivery::Delivered;
+        }
+    }
+}
+
+impl Drop for Handover {
+    fn drop(&mut self) {
+        if let Some(parcel) = self.parcel.take() {
+            // Fails only when the gateway has stopped: the row then stays unsettled, which a retry after the restart respects.
+            let _stopped = self.outbox.send(Parcel::Settled(parcel));
+        }
+    }
+}
+
+impl Recorder {
+    /// A recorder and the task that writes deliveries, which ends when the recorder is gone.
+    pub(crate) fn start(store: SharedStore) -> Arc<Self> {
+        let (outbox, inbox) = mpsc::unbounded_channel();
+        let recorder = Arc::new(Self { store, trees: Mutex::new(HashMap::new()), outbox });
+        tokio::spawn(settle_deliveries(Arc::downgrade(&recorder), inbox));
+        recorder
+    }
+
+    /// The number of this call in its attempt, from 0: calls count when they begin.
+    pub(crate) async fn begin_call(&self, key: &AttemptKey) -> Result<u64, RecordError> {
+        let mut guard = self.open(key).await?;
+        let attempt = loaded(&mut guard)?;
+        attempt.calls_begun += 1;
+        Ok(attempt.calls_begun - 1)
+    }
+
+    /// Writes the call, and says how its delivery is to be reported, if it matters.
+    pub(crate) async fn record(&self, call: Finished) -> Result<Option<Handover>, RecordError> {
+        let mut guard = self.open(&call.key).await?;
+        let attempt = loaded(&mut guard)?;
+        let (digest, key) = (call.digest, call.key.clone());
+        let (record, has_ids) = attempt.add(call).map_err(|source| RecordError::of_tree(&key, source))?;
+        let (seqs, superseded) = (record.rows.iter().map(|row| row.seq).collect::<Vec<_>>(), record.supersedes.clone());
+        let present = record.rows.iter().all(|row| row.delivery == Delivery::Delivered);
+        if let Err(error) = self.store.record_call(record).await {
+            // The tree holds rows that the store does not: it is read anew by whoever comes next.
+            *guard = None;
+            return Err(error.into());
+        }
+        let attempt = loaded(&mut guard)?;
+        if !superseded.is_empty() {
+            attempt.retryable.remove(&digest);
+        }
+        if !has_ids {
+            return Ok(None);
+        }
+        if !present {
+            attempt.retryable.entry(digest).or_default().extend(seqs);
+            return Ok(None);
+        }
+        let parcel = Settled { key, seqs, digest, delivery: Delivery::Undelivered };
+        Ok(Some(Handover { parcel: Some(parcel), outbox: self.outbox.clone() }))
+    }
+
+    /// The training sequences of an attempt.
+    pub(crate) async fn sequences(&self, key: &AttemptKey, level: Level) -> Result<Assembly, RecordError> {
+        let mut guard = self.open(key).await?;
+        // May be many thousand tokens: not on a thread that others wait for.
+        let assemble =
+            tokio::task::spawn_blocking(move || loaded(&mut guard).map(|attempt| attempt.tree.sequences(level)));
+        assemble.await.map_err(|_| RecordError::Lost)?
+    }
+
+    /// Forgets the trees of a rollout that was deleted.
+    pub(crate) fn forget(&self, rollout_id: &str) {
+        self.trees().retain(|key, _| key.rollout_id != rollout_id);
+    }
+
+    /// Returns once every delivery reported so far is written.
+    pub(crate) async fn flush(&self) {
+        let (done, written) = oneshot::channel();
+        if self.outbox.send(Parcel::Flush(done)).is_ok() {
+            let _written = written.await;
+        }
+    }
+
+    fn trees(&self) -> MutexGuard<'_, HashMap<AttemptKey, Entry>> {
+        // A map of handles: whole after every statement.
+        self.trees.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The attempt's tree, loaded and locked.
+    async fn open(&self, key: &AttemptKey) -> Result<OwnedMutexGuard<Option<AttemptTree>>, RecordError> {
+        let (tree, tokens) = self.handle(key);
+        let mut guard = tree.lock_owned().await;
+        if guard.is_none() {
+            let rows = self.store.calls(&key.rollout_id, &key.attempt_id).await?;
+            let rebuilt = tokio::task::spawn_blocking(move || AttemptTree::rebuild(rows, tokens));
+            let rebuilt = rebuilt.await.map_err(|_| RecordError::Lost)?;
+            *guard = Some(rebuilt.map_err(|source| RecordError::of_tree(key, source))?);
+        }
+        Ok(guard)
+    }
+
+    fn handle(&self, key: &AttemptKey) -> (Arc<tokio::sync::Mutex<Option<AttemptTree>>>, Arc<AtomicUsize>) {
+        let mut trees = self.trees();
+        let known = trees.contains_key(key);
+        let entry = trees.entry(key.clone()).or_insert_with(|| Entry {
+            tree: Arc::default(),
+            tokens: Arc::default(),
+            last_used: Instant::now(),
+        });
+        entry.last_used = Instant::now();
+        let handle = (Arc::clone(&entry.tree), Arc::clone(&entry.tokens));
+        if !known {
+            evict(&mut trees);
+        }
+        handle
+    }
+}
+
+impl RecordError {
+    fn of_tree(key: &AttemptKey, source: TreeError) -> Self {
+        let AttemptKey { rollout_id, attempt_id } = key.clone();
+        Self::Tree { rollout_id, attempt_id, source }
+    }
+}
+
+fn loaded(guard: &mut OwnedMutexGuard<Option<AttemptTree>>) -> Result<&mut AttemptTree, RecordError> {
+    guard.as_mut().ok_or(RecordError::Lost)
+}
+
+/// Takes the trees that were not used for longest, and that nobody uses now, until the rest fits.
+fn evict(trees: &mut HashMap<AttemptKey, Entry>) {
+    let mut tokens: usize = trees.values().map(|entry| entry.tokens.load(Ordering::Relaxed)).sum();
+    if tokens <= MAX_CACHED_TOKENS && trees.len() <= MAX_CACHED_TREES {
+        return;
+    }
+    let mut idle: Vec<_> = trees
+        .iter()
+        .filter(|(_, entry)| Arc::strong_count(&entry.tree) == 1)
+        .map(|(key, entry)| (entry.last_used, entry.tokens.load(Ordering::Relaxed), key.clone()))
+        .collect();
+    idle.sort_unstable_by_key(|(last_used, ..)| *last_used);
+    for (_, held, key) in idle {
+        // A little below the limit, so that the next attempt does not evict again.
+        if tokens <= MAX_CACHED_TOKENS / 8 * 7 && trees.len() <= MAX_CACHED_TREES / 8 * 7 {
+            break;
+        }
+        trees.remove(&key);
+        tokens -= held;
+    }
+}
+
+impl AttemptTree {
+    fn rebuild(rows: Vec<StoredCall>, tokens: Arc<AtomicUsize>) -> Result<Self, TreeError> {
+        let mut attempt =
+            Self { tree: TokenTree::new(), next_seq: 0, calls_begun: 0, retryable: HashMap::new(), tokens };
+        let mut last_call = None;
+        for StoredCall { row, request_digest, settled } in rows {
+            // After a crash it is not known whether the last answers left. If the harness asks the same again, they did not.
+            let may_be_lost =
+                row.delivery == Delivery::Undelivered || (row.delivery == Delivery::Delivered && !settled);
+            if may_be_lost && row.outcome == CallOutcome::Ok {
+                attempt.retryable.entry(request_digest).or_default().push(row.seq);
+            }
+            if last_call.as_ref() != Some(&row.call_id) {
+                attempt.calls_begun += 1;
+                last_call = Some(row.call_id.clone());
+            }
+            attempt.next_seq = row.seq + 1;
+            attempt.count(&row);
+            attempt.tree.insert(row)?;
+        }
+        Ok(attempt)
+    }
+
+    fn count(&self, row: &CallRow) {
+        self.tokens.fetch_add(row.inserted.len() + 2 * row.sampled.len(), Ordering::Relaxed);
+    }
+
+    /// Adds the call's rows to the tree and gives what is to be stored, and whether there are token ids in it.
+    fn add(&mut self, call: Finished) -> Result<(CallRecord, bool), TreeError> {
+        let delivery = if call.client_present { Delivery::Delivered } else { Delivery::Undelivered };
+        let first_seq = self.next_seq;
+        let (choices, missing) = match call.result {
+            CallResult::Answered(choices) => (choices, CallOutcome::NoTokenIds),
+            CallResult::Failed => (Vec::new(), CallOutcome::Failed),
+        };
+        // A call without any answer is one empty row, so that it is counted.
+        let choices = if choices.is_empty() { vec![Choice::default()] } else { choices };
+        let mut rows = Vec::with_capacity(choices.len());
+        for (index, choice) in (0_u32..).zip(choices) {
+            let outcome = if choice.ids.is_some() { CallOutcome::Ok } else { missing };
+            let (prompt, sampled) = choice.ids.unwrap_or_default();
+            let row = self.tree.record(NewCall {
+                seq: self.next_seq,
+                call_id: call.call_id.clone(),
+                choice: index,
+                prompt: &prompt,
+                sampled,
+                log_probs: choice.log_probs,
+                versions: choice.versions,
+                delivery,
+                outcome,
+                trainable: call.trainable,
+            })?;
+            self.next_seq += 1;
+            self.count(&row);
+            rows.push(row);
+        }
+        let has_ids = rows.iter().any(|row| row.outcome == CallOutcome::Ok);
+        let supersedes =
+            if has_ids { self.retryable.get(&call.digest).cloned().unwrap_or_default() } else { Vec::new() };
+        for &seq in &supersedes {
+            self.tree.set_delivery(seq, Delivery::Superseded)?;
+        }
+        let mut data = call.data;
+        data.insert("call_id".to_owned(), call.call_id.into());
+        data.insert("seq".to_owned(), first_seq.into());
+        data.insert("delivered".to_owned(), call.client_present.into());
+        let record = CallRecord {
+            rollout_id: call.key.rollout_id,
+            attempt_id: call.key.attempt_id,
+            timestamp: call.timestamp,
+            data,
+            request: call.request,
+            response: call.response,
+            rows,
+            request_digest: call.digest,
+            http_status: call.http_status,
+            supersedes,
+        };
+        Ok((record, has_ids))
+    }
+}
+
+/// Notes in the trees at once who hung up, and writes all deliveries a little later, together.
+async fn settle_deliveries(recorder: std::sync::Weak<Recorder>, mut inbox: mpsc::UnboundedReceiver<Parcel>) {
+    while let Some(first) = inbox.recv().await {
+        let Some(recorder) = recorder.upgrade() else { return };
+        let mut settlements = Vec::new();
+        let mut waiting = None;
+        recorder.sort(first, &mut settlements, &mut waiting).await;
+        if waiting.is_none() {
+            tokio::time::sleep(SETTLE_EVERY).await;
+        }
+        while let Ok(parcel) = inbox.try_recv() {
+            recorder.sort(parcel, &mut settlements, &mut waiting).await;
+        }
+        if !settlements.is_empty()
+            && let Err(error) = recorder.store.settle(settlements).await
+        {
+            tracing::warn!(%error, "deliveries are not written; after a restart these answers count as delivered unless asked for again");
+        }
+        for done in waiting.into_iter().flatten() {
+            let _gone = oneshot::Sender::send(done, ());
+        }
+    }
+}
+
+impl Recorder {
+    async fn sort(
+        &self,
+        parcel: Parcel,
+        settlements: &mut Vec<Settlement>,
+        waiting: &mut Option<Vec<oneshot::Sender<()>>>,
+    ) {
+        match parcel {
+            Parcel::Flush(done) => waiting.get_or_insert_default().push(done),
+            Parcel::Settled(settled) => {
+                if settled.delivery == Delivery::Undelivered {
+                    self.note_undelivered(&settled).await;
+                }
+                let Settled { key: AttemptKey { rollout_id, attempt_id }, seqs, delivery, .. } = settled;
+                settlements.push(Settlement { rollout_id, attempt_id, seqs, delivery });
+            }
+        }
+    }
+
+    async fn note_undelivered(&self, settled: &Settled) {
+        let Ok(mut guard) = self.open(&settled.key).await else { return };
+        let Ok(attempt) = loaded(&mut guard) else { return };
+        for &seq in &settled.seqs {
+            // A tree that was rebuilt meanwhile has the row too.
+            if attempt.tree.set_delivery(seq, Delivery::Undelivered).is_ok() {
+                attempt.retryable.entry(settled.digest).or_default().push(seq);
+            }
+        }
+    }
+}

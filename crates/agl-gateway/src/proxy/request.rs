@@ -1,0 +1,244 @@
+//! The body a harness sent, rewritten without being understood: only the keys we set are touched, and everything else leaves
+//! byte for byte as it came, number formats and unknown keys included.
+
+use bytes::Bytes;
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde_json::value::RawValue;
+use sha2::{Digest, Sha256};
+
+use crate::config::DefaultProxyConfig;
+use crate::error::ApiError;
+
+/// The mode segment of the proxy's path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Train,
+    Val,
+}
+
+impl Mode {
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "train" => Some(Self::Train),
+            "val" => Some(Self::Val),
+            _ => None,
+        }
+    }
+}
+
+/// Which completion interface is called. The path below the server's base URL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UpstreamPath {
+    ChatCompletions,
+    Completions,
+}
+
+impl UpstreamPath {
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        [Self::ChatCompletions, Self::Completions].into_iter().find(|path| path.as_str() == name)
+    }
+
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::ChatCompletions => "chat/completions",
+            Self::Completions => "completions",
+        }
+    }
+}
+
+/// A JSON object whose values stay as they were written. As in Python, of equal keys the last value counts.
+#[derive(Clone, Debug)]
+pub(crate) struct RequestBody {
+    entries: Vec<(String, Box<RawValue>)>,
+}
+
+impl RequestBody {
+    /// Reads what a harness sent; nothing at all is an empty object.
+    pub(crate) fn parse(raw: &[u8]) -> Result<Self, ApiError> {
+        if raw.is_empty() {
+            return Ok(Self { entries: Vec::new() });
+        }
+        let whole: &RawValue =
+            serde_json::from_slice(raw).map_err(|_| ApiError::bad_request("Invalid JSON in request body"))?;
+        serde_json::from_str(whole.get()).map_err(|_| ApiError::bad_request("Request body must be a JSON object"))
+    }
+
+    fn get(&self, key: &str) -> Option<&RawValue> {
+        self.entries.iter().find(|(name, _)| name == key).map(|(_, value)| &**value)
+    }
+
+    /// The text under the key, if it is one.
+    pub(crate) fn text(&self, key: &str) -> Option<String> {
+        serde_json::from_str(self.get(key)?.get()).ok()
+    }
+
+    /// True where the key holds something that Python takes for true.
+    pub(crate) fn is_truthy(&self, key: &str) -> bool {
+        self.get(key).is_some_and(|value| !matches!(value.get(), "false" | "null" | "0" | "0.0" | "\"\"" | "[]" | "{}"))
+    }
+
+    /// True where the key is there and not null.
+    pub(crate) fn has(&self, key: &str) -> bool {
+        self.get(key).is_some_and(|value| value.get() != "null")
+    }
+
+    /// Replaces the value in place, or adds the key at the end.
+    fn set(&mut self, key: &str, value: &impl Serialize) {
+        // Bools, finite numbers and texts always serialise.
+        let Ok(value) = serde_json::value::to_raw_value(value) else { return };
+        match self.entries.iter_mut().find(|(name, _)| name == key) {
+            Some((_, slot)) => *slot = value,
+            None => self.entries.push((key.to_owned(), value)),
+        }
+    }
+
+    /// Sets what the mode asks for, as Agent Lightning v1.0 does; each override can be off.
+    pub(crate) fn prepare(&mut self, model: &str, mode: Mode, path: UpstreamPath, config: &DefaultProxyConfig) {
+        if config.override_model || !self.has("model") {
+            self.set("model", &model);
+        }
+        if config.override_temperature {
+            let sampling = match mode {
+                Mode::Train => config.train,
+                Mode::Val => config.val,
+            };
+            self.set("temperature", &sampling.temperature);
+        }
+        if config.override_return_token_ids {
+            self.set("return_token_ids", &true);
+        }
+        if mode == Mode::Train && config.include_log_probs && config.override_logprobs {
+            match path {
+                UpstreamPath::ChatCompletions => self.set("logprobs", &true),
+                // A number there: how many alternatives.
+                UpstreamPath::Completions => self.set("logprobs", &1),
+            }
+        }
+    }
+
+    /// Sets the seed of this call's random generator.
+    pub(crate) fn set_seed(&mut self, seed: u64) {
+        self.set("seed", &seed);
+    }
+
+    /// The body to send.
+    pub(crate) fn to_bytes(&self) -> Bytes {
+        // Keys are texts and values are valid already: writing to memory cannot fail.
+        serde_json::to_vec(self).unwrap_or_default().into()
+    }
+}
+
+/// Tells a retry from another call: the same bytes to the same interface in the same mode.
+pub(crate) fn digest(raw: &[u8], mode: Mode, path: UpstreamPath) -> [u8; 32] {
+    let mode = match mode {
+        Mode::Train => b"train\0",
+        Mode::Val => b"val\0\0\0",
+    };
+    Sha256::new().chain_update(mode).chain_update(path.as_str()).chain_update(b"\0").chain_update(raw).finalize().into()
+}
+
+impl<'de> Deserialize<'de> for RequestBody {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = RequestBody;
+
+            fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                formatter.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RequestBody, A::Error> {
+                let mut entries: Vec<(String, Box<RawValue>)> = Vec::new();
+                while let Some((key, value)) = map.next_entry::<String, Box<RawValue>>()? {
+                    match entries.iter_mut().find(|(name, _)| *name == key) {
+                        Some((_, slot)) => *slot = value,
+                        None => entries.push((key, value)),
+                    }
+                }
+                Ok(RequestBody { entries })
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+impl Serialize for RequestBody {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.entries.len()))?;
+        for (key, value) in &self.entries {
+            map.serialize_entry(key, value)?;
+        }
+        map.end()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prepared(raw: &str, mode: Mode, path: UpstreamPath, config: &DefaultProxyConfig) -> String {
+        let mut body = RequestBody::parse(raw.as_bytes()).unwrap();
+        body.prepare("policy", mode, path, config);
+        String::from_utf8(body.to_bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn training_sets_model_temperature_ids_and_log_probs_and_keeps_the_rest_as_written() {
+        let raw = r#"{"model":"gpt-4o", "top_p": 1e0, "x":{"b":1.50,"a":"\u00e9"},"n":12345678901234567890123}"#;
+        assert_eq!(
+            prepared(raw, Mode::Train, UpstreamPath::ChatCompletions, &DefaultProxyConfig::default()),
+            r#"{"model":"policy","top_p":1e0,"x":{"b":1.50,"a":"\u00e9"},"n":12345678901234567890123,"temperature":1.0,"return_token_ids":true,"logprobs":true}"#
+        );
+    }
+
+    #[test]
+    fn validation_asks_for_no_log_probs_and_has_its_own_temperature() {
+        assert_eq!(
+            prepared(r#"{"temperature":2}"#, Mode::Val, UpstreamPath::ChatCompletions, &DefaultProxyConfig::default()),
+            r#"{"temperature":0.7,"model":"policy","return_token_ids":true}"#
+        );
+    }
+
+    #[test]
+    fn completions_take_log_probs_as_a_number() {
+        let body = prepared("{}", Mode::Train, UpstreamPath::Completions, &DefaultProxyConfig::default());
+        assert!(body.contains(r#""logprobs":1"#), "{body}");
+    }
+
+    #[test]
+    fn every_override_can_be_turned_off() {
+        let off = DefaultProxyConfig {
+            override_model: false,
+            override_temperature: false,
+            override_return_token_ids: false,
+            override_logprobs: false,
+            ..DefaultProxyConfig::default()
+        };
+        let raw = r#"{"model":"mine","temperature":0.1,"logprobs":false}"#;
+        assert_eq!(prepared(raw, Mode::Train, UpstreamPath::ChatCompletions, &off), raw);
+        assert_eq!(prepared("{}", Mode::Train, UpstreamPath::ChatCompletions, &off), r#"{"model":"policy"}"#);
+    }
+
+    #[test]
+    fn of_equal_keys_the_last_counts() {
+        let body = RequestBody::parse(br#"{"a":1,"b":2,"a":3}"#).unwrap();
+        assert_eq!(body.to_bytes(), r#"{"a":3,"b":2}"#);
+    }
+
+    #[test]
+    fn what_is_no_object_is_refused() {
+        let detail = |raw: &str| RequestBody::parse(raw.as_bytes()).unwrap_err().body["detail"].clone();
+        assert_eq!(detail("{\"a\":"), "Invalid JSON in request body");
+        assert_eq!(detail("{\"a\":tru}"), "Invalid JSON in request body");
+        assert_eq!(detail("[1]"), "Request body must be a JSON object");
+        assert_eq!(RequestBody::parse(b"").unwrap().to_bytes(), "{}");
+    }
+
+    #[test]
+    fn streaming_is_noticed_as_python_would() {
+        let truthy = |raw: &str| RequestBody::parse(raw.as_bytes()).unwrap().is_truthy("stream");
+        assert!(truthy(r#"{"stream":true}"#) && truthy(r#"{"stream":1}"#));
+        assert!(!truthy(r#"{"stream":false}"#) && !truthy(r#"{"stream":null}"#) && !truthy("{}"));
+    }
+}

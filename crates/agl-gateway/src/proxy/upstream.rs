@@ -1,0 +1,206 @@
+//! One call to an inference server: chosen, sent, and sent again where that may help.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use agl_store::RegisteredModel;
+use axum::http::{HeaderValue, StatusCode, header};
+use bytes::Bytes;
+
+use super::request::{RequestBody, UpstreamPath};
+use super::servers::Servers;
+use crate::config::{UpstreamConfig, duration};
+use crate::error::{ApiError, GatewayError};
+use crate::gate::{Gate, Passage, Refused};
+
+/// A server that asks for a longer wait than this is asked again all the same.
+const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(60);
+
+/// Sends calls. Holds one connection pool.
+pub(crate) struct Upstream {
+    client: reqwest::Client,
+    config: UpstreamConfig,
+    no_model_wait: Duration,
+    gate: Arc<Gate>,
+    servers: Arc<Servers>,
+}
+
+/// What to send.
+pub(crate) struct Ask {
+    pub(crate) rollout_id: String,
+    pub(crate) model: String,
+    pub(crate) path: UpstreamPath,
+    pub(crate) body: RequestBody,
+    /// For servers of ours, where the harness gave none.
+    pub(crate) seed: Option<u64>,
+}
+
+/// How far a call has come, kept by the caller so that it is known even when the call is dropped.
+#[derive(Default)]
+pub(crate) struct Progress {
+    pub(crate) server: Option<RegisteredModel>,
+    /// The body as it was sent last.
+    pub(crate) sent: Option<Bytes>,
+    pub(crate) retries: u32,
+}
+
+/// How a call ended.
+#[derive(Debug)]
+pub(crate) enum End {
+    /// The server's answer, whatever its status.
+    Answered(UpstreamAnswer),
+    /// There was none: this is what the harness is told.
+    Failed(ApiError),
+}
+
+/// An answer as it came.
+#[derive(Debug)]
+pub(crate) struct UpstreamAnswer {
+    pub(crate) status: StatusCode,
+    pub(crate) content_type: Option<HeaderValue>,
+    pub(crate) retry_after: Option<HeaderValue>,
+    pub(crate) body: Bytes,
+}
+
+impl Upstream {
+    pub(crate) fn new(
+        config: UpstreamConfig,
+        no_model_wait: Duration,
+        gate: Arc<Gate>,
+        servers: Arc<Servers>,
+    ) -> Result<Self, GatewayError> {
+        // Inference servers are named by address; a proxy from the environment is for other things.
+        let builder = reqwest::Client::builder().no_proxy().redirect(reqwest::redirect::Policy::none());
+        let client = builder.timeout(duration(config.timeout_seconds)).build().map_err(GatewayError::Client)?;
+        Ok(Self { client, config, no_model_wait, gate, servers })
+    }
+
+    /// Sends the call until it is answered or the tries are used up. Each try passes the gate and picks the server anew: a
+    /// pause holds it, and a trainer that was started again has registered another address. Sets `sent_any` with the first.
+    pub(crate) async fn call(&self, mut ask: Ask, progress: &mut Progress, sent_any: &AtomicBool) -> End {
+        loop {
+            let (passage, server) = match self.admit(&ask).await {
+                Ok(admitted) => admitted,
+                Err(error) => return End::Failed(error),
+            };
+            if let Some(seed) = ask.seed.filter(|_| server.kind == "agl") {
+                ask.body.set_seed(seed);
+            }
+            let body = ask.body.to_bytes();
+            progress.sent = Some(body.clone());
+            progress.server = Some(server.clone());
+            sent_any.store(true, Ordering::SeqCst);
+            let url = format!("{}/{}", server.endpoint.trim_end_matches('/'), ask.path.as_str());
+            let tried = self.try_once(&url, body).await;
+            drop(passage);
+
+            let is_last = progress.retries + 1 >= self.config.max_attempts;
+            let (reason, wanted) = match tried {
+                Ok(answer) if is_last || !is_retryable(answer.status) => return End::Answered(answer),
+                Ok(answer) => (format!("status {}", answer.status.as_u16()), retry_after(&answer)),
+                Err(error) if is_last || error.is_builder() => return End::Failed(gave_up(&error, &url)),
+                Err(error) => (describe(&error), None),
+            };
+            let delay = self.backoff(progress.retries).max(wanted.unwrap_or_default());
+            progress.retries += 1;
+            tracing::warn!(
+                rollout = ask.rollout_id,
+                url,
+                retry = progress.retries,
+                delay_seconds = delay.as_secs_f64(),
+                reason,
+                "trying the upstream again"
+            );
+            tokio::time::sleep(delay).await;
+        }
+    }
+
+    /// Waits for a server and for the gate. Calls that wait for a server are not in flight.
+    async fn admit(&self, ask: &Ask) -> Result<(Passage, RegisteredModel), ApiError> {
+        loop {
+            let passage = self.gate.pass().await.map_err(refused)?;
+            if let Some(server) = self.servers.pick(&ask.model, &ask.rollout_id) {
+                return Ok((passage, server));
+            }
+            drop(passage);
+            if self.servers.wait_for(&ask.model, &ask.rollout_id, self.no_model_wait).await.is_none() {
+                return Err(no_server(&ask.model));
+            }
+        }
+    }
+
+    async fn try_once(&self, url: &str, body: Bytes) -> Result<UpstreamAnswer, reqwest::Error> {
+        let request = self.client.post(url).header(header::CONTENT_TYPE, "application/json").body(body);
+        let response = request.send().await?;
+        let header = |name| response.headers().get(name).cloned();
+        let (status, content_type, retry_after) =
+            (response.status(), header(header::CONTENT_TYPE), header(header::RETRY_AFTER));
+        Ok(UpstreamAnswer { status, content_type, retry_after, body: response.bytes().await? })
+    }
+
+    /// `backoff · 2ⁿ`, capped, jittered by a quarter either way so that calls that failed together do not return together.
+    fn backoff(&self, retries: u32) -> Duration {
+        let grown = self.config.backoff_seconds * 2_f64.powi(retries.min(30).cast_signed());
+        let jitter = rand::random_range(0.75..1.25);
+        duration(grown.min(self.config.backoff_cap_seconds) * jitter)
+    }
+}
+
+fn is_retryable(status: StatusCode) -> bool {
+    matches!(status, StatusCode::REQUEST_TIMEOUT | StatusCode::CONFLICT | StatusCode::TOO_MANY_REQUESTS)
+        || status.is_server_error()
+}
+
+fn retry_after(answer: &UpstreamAnswer) -> Option<Duration> {
+    let seconds: u64 = answer.retry_after.as_ref()?.to_str().ok()?.trim().parse().ok()?;
+    Some(Duration::from_secs(seconds).min(LONGEST_RETRY_AFTER))
+}
+
+fn describe(error: &reqwest::Error) -> String {
+    // reqwest's own text says little; the reason is the innermost source.
+    let mut reason: &dyn std::error::Error = error;
+    while let Some(source) = reason.source() {
+        reason = source;
+    }
+    if error.is_timeout() { "timeout".to_owned() } else { reason.to_string() }
+}
+
+fn gave_up(error: &reqwest::Error, url: &str) -> ApiError {
+    tracing::error!(
+        url,
+        reason = describe(error),
+        "gave the upstream up; is the server alive at the registered endpoint?"
+    );
+    if error.is_timeout() {
+        ApiError::new(StatusCode::GATEWAY_TIMEOUT, "Upstream model server timed out")
+    } else {
+        ApiError::new(StatusCode::BAD_GATEWAY, "Upstream model server request failed")
+    }
+}
+
+fn no_server(model: &str) -> ApiError {
+    ApiError::new(
+        StatusCode::SERVICE_UNAVAILABLE,
+        format!(
+            "No servers available for model '{model}'. Register one with POST /api/models \
+             [{{\"model\": \"{model}\", \"endpoint\": \"http://HOST:PORT/v1\"}}]"
+        ),
+    )
+}
+
+/// What a caller is told whom a pause does not let through.
+fn refused(refused: Refused) -> ApiError {
+    match refused {
+        Refused::Paused { retry_after_seconds, reason } => {
+            let body = serde_json::json!({"error": "gateway paused", "reason": reason});
+            ApiError::with_body(StatusCode::TOO_MANY_REQUESTS, body)
+                .retry_after(retry_after_seconds)
+                .with_header("x-agl-paused", "true")
+        }
+        Refused::Closing => {
+            ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "The gateway is stopping; try again when it is back")
+                .retry_after(1)
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Attempts, their keys and what the keys open.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use crate::scene::{Answer, Reply, Scene, chat_path};
+
+async fn attempt(scene: &Scene, id: &str) -> (String, String) {
+    let grant = scene.post(&format!("/api/rollouts/{id}/attempts"), json!({})).await;
+    assert_eq!(grant.status, 201, "{}", grant.text);
+    let text = |name: &str| grant.json()[name].as_str().unwrap().to_owned();
+    (text("key"), text("reward_key"))
+}
+
+async fn event(scene: &Scene, id: &str, key: &str, event_type: &str) -> Answer {
+    let body = json!({"event_type": event_type, "data": {"value": 1.0}});
+    scene.send(Method::POST, &format!("/api/rollouts/{id}/attempt/0/events"), key, Some(&body)).await
+}
+
+async fn call(scene: &Scene, id: &str, key: &str) -> Answer {
+    scene.send(Method::POST, &chat_path(id, "train"), key, Some(&json!({"messages": []}))).await
+}
+
+#[tokio::test]
+async fn attempts_are_numbered_and_asking_again_gives_the_same_keys() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    let first = scene.post("/api/rollouts/r/attempts", json!({})).await.json();
+    assert_eq!(first["attempt_id"], "0");
+    assert_eq!((&first["state"], &first["calls"], &first["last_call"]), (&json!("starting"), &json!(0), &Value::Null));
+    let again = scene.post("/api/rollouts/r/attempts", json!({"attempt_id": "0"})).await;
+    assert_eq!((again.status, again.json()), (201, first));
+    let second = scene.post("/api/rollouts/r/attempts", json!({})).await.json();
+    assert_eq!(second["attempt_id"], "1");
+    let listed = scene.get("/api/rollouts/r/attempts").await.json();
+    assert_eq!(listed.as_array().unwrap().len(), 2);
+    assert!(listed[0].get("key").is_none());
+    assert_eq!(scene.get("/api/rollouts/nobody/attempts").await.status, 404);
+    assert_eq!(scene.post("/api/rollouts/r/attempts", json!({"attempt_id": "a/b"})).await.status, 422);
+}
+
+#[tokio::test]
+async fn an_attempt_tells_how_its_calls_went() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    let (key, _) = attempt(&scene, "r").await;
+    call(&scene, "r", &key).await;
+    scene.upstream.will(Reply::json(400, &json!({"error": "no"})));
+    call(&scene, "r", &key).await;
+    let listed = scene.get("/api/rollouts/r/attempts").await.json();
+    assert_eq!(listed[0]["calls"], 2);
+    assert_eq!(listed[0]["last_call"], json!({"http_status": 400, "status": "error"}));
+}
+
+#[tokio::test]
+async fn a_patch_follows_the_attempts_state_machine() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    attempt(&scene, "r").await;
+    let patch = async |body: Value| scene.patch("/api/rollouts/r/attempts/0", body).await;
+    assert_eq!(patch(json!({"state": "succeeded"})).await.status, 409);
+    assert_eq!(patch(json!({"state": "running", "runner": {"pid": 7}})).await.json()["runner"]["pid"], 7);
+    let failed = patch(json!({"state": "failed", "failure": "timeout", "exit_code": -9})).await.json();
+    assert_eq!((&failed["failure"], &failed["agent_ended"]), (&json!("timeout"), &json!(true)));
+    assert_eq!(patch(json!({"nonsense": 1})).await.status, 422);
+    assert_eq!(scene.patch("/api/rollouts/r/attempts/9", json!({})).await.status, 404);
+}
+
+#[tokio::test]
+async fn an_agents_key_opens_its_own_attempt_and_nothing_else() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    scene.enqueue("other").await;
+    let (key, _) = attempt(&scene, "r").await;
+    attempt(&scene, "other").await;
+    assert_eq!(call(&scene, "r", &key).await.status, 200);
+    assert_eq!(event(&scene, "r", &key, "reward").await.status, 200);
+    assert_eq!(event(&scene, "r", &key, "note").await.status, 200);
+
+    assert_eq!(call(&scene, "other", &key).await.status, 401);
+    assert_eq!(event(&scene, "other", &key, "note").await.status, 401);
+    let elsewhere = chat_path("r", "train").replace("/attempt/0/", "/attempt/1/");
+    assert_eq!(scene.send(Method::POST, &elsewhere, &key, Some(&json!({}))).await.status, 401);
+    for path in
+        ["/api/rollouts?state_in=queuing", "/api/rollouts/r", "/api/rollouts/r/events", "/api/models", "/proxy/state"]
+    {
+        assert_eq!(scene.send(Method::GET, path, &key, None).await.status, 401, "{path}");
+    }
+    let forged = event(&scene, "r", &key, "model_request").await;
+    assert_eq!(forged.status, 403);
+}
+
+#[tokio::test]
+async fn a_reward_key_posts_events_but_does_not_call_the_model() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    let (_, reward_key) = attempt(&scene, "r").await;
+    assert_eq!(event(&scene, "r", &reward_key, "reward").await.status, 200);
+    assert_eq!(call(&scene, "r", &reward_key).await.status, 403);
+    assert_eq!(scene.upstream.asked().len(), 0);
+}
+
+#[tokio::test]
+async fn where_the_evaluator_rewards_the_agent_cannot() {
+    let scene = Scene::start().await;
+    let config = json!({"reward_source": "evaluator"});
+    scene.post("/api/rollouts", json!([{"rollout_id": "r", "input": 1, "config": config}])).await;
+    let (key, reward_key) = attempt(&scene, "r").await;
+    let refused = event(&scene, "r", &key, "reward").await;
+    assert_eq!(refused.status, 403);
+    assert!(refused.detail().contains("evaluator"));
+    assert_eq!(event(&scene, "r", &key, "note").await.status, 200);
+    assert_eq!(event(&scene, "r", &reward_key, "reward").await.status, 200);
+}
+
+#[tokio::test]
+async fn keys_end_with_whom_they_were_made_for() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    let (key, reward_key) = attempt(&scene, "r").await;
+    scene.patch("/api/rollouts/r/attempts/0", json!({"state": "running"})).await;
+    scene.patch("/api/rollouts/r/attempts/0", json!({"agent_ended": true})).await;
+    let ended = call(&scene, "r", &key).await;
+    assert_eq!(ended.status, 403);
+    assert!(ended.detail().contains("agent of attempt 0"), "{}", ended.detail());
+    assert_eq!(event(&scene, "r", &key, "note").await.status, 403);
+    assert_eq!(event(&scene, "r", &reward_key, "reward").await.status, 200);
+    scene.patch("/api/rollouts/r/attempts/0", json!({"state": "succeeded"})).await;
+    assert_eq!(event(&scene, "r", &reward_key, "reward").await.status, 403);
+}
+
+#[tokio::test]
+async fn an_agents_key_ends_with_its_rollout() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    let (key, reward_key) = attempt(&scene, "r").await;
+    scene.post("/api/rollouts/r/cancel", json!({})).await;
+    assert_eq!(call(&scene, "r", &key).await.status, 403);
+    assert_eq!(event(&scene, "r", &reward_key, "reward").await.status, 200);
+    assert_eq!(scene.call("r", json!({})).await.status, 200);
+    scene.delete("/api/rollouts/r").await;
+    assert_eq!(call(&scene, "r", &key).await.status, 401);
+}

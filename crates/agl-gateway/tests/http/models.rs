@@ -1,0 +1,125 @@
+//! Which servers there are and which of them a rollout is sent to.
+
+use serde_json::{Value, json};
+
+use crate::scene::{MODEL, Scene, Upstream, quick};
+
+#[tokio::test]
+async fn models_are_registered_listed_and_removed() {
+    let scene = Scene::without_model(quick()).await;
+    let registered = scene.register(json!([{"model": MODEL, "endpoint": "http://a/v1"}])).await;
+    assert_eq!(registered.json(), json!([{"model": MODEL, "endpoint": "http://a/v1", "version": 0, "kind": "openai"}]));
+    scene
+        .register(json!([
+            {"model": MODEL, "endpoint": "http://a/v1", "version": 2},
+            {"model": "judge", "endpoint": "http://b/v1", "kind": "vllm", "trainable": false},
+            {"model": "judge", "endpoint": "http://c/v1"},
+        ]))
+        .await;
+    let listed = scene.get("/api/models").await.json();
+    assert_eq!(listed.as_array().unwrap().len(), 3);
+    let of_policy: Vec<&Value> = listed.as_array().unwrap().iter().filter(|m| m["model"] == MODEL).collect();
+    assert_eq!(of_policy[0]["version"], 2);
+
+    let removed = scene.delete("/api/models").await;
+    assert_eq!((removed.status, removed.json()), (200, json!({"status": "ok"})));
+    assert_eq!(scene.get("/api/models").await.json().as_array().unwrap().len(), 2);
+    scene.delete("/api/models?model=judge&endpoint=http://b/v1").await;
+    assert_eq!(scene.get("/api/models").await.json()[0]["endpoint"], "http://c/v1");
+    assert_eq!(scene.post("/api/models", json!([{"model": "m"}])).await.status, 422);
+    for endpoint in ["localhost:8000/v1", "", "https://api.example/v1"] {
+        let refused = scene.post("/api/models", json!([{"model": "m", "endpoint": endpoint}])).await;
+        assert_eq!(refused.status, 422, "{endpoint}");
+        assert_eq!(refused.json()["detail"][0]["loc"], json!(["body", 0, "endpoint"]));
+    }
+}
+
+#[tokio::test]
+async fn a_call_without_a_server_waits_and_is_then_told_what_to_do() {
+    let scene = Scene::without_model(quick()).await;
+    scene.enqueue("r").await;
+    let refused = scene.call("r", json!({"messages": []})).await;
+    assert_eq!(refused.status, 503);
+    assert!(refused.detail().starts_with("No servers available for model 'test-model'"), "{}", refused.detail());
+    assert!(refused.detail().contains("POST /api/models"));
+    let events = scene.events("r").await;
+    assert_eq!((&events[0]["data"]["http_status"], &events[0]["data"]["status"]), (&json!(503), &json!("error")));
+    assert_eq!(scene.sequences("r").await["counts"]["failed"], 1);
+}
+
+#[tokio::test]
+async fn a_call_goes_on_when_a_server_is_registered_in_time() {
+    let mut config = quick();
+    config.no_model_wait_seconds = 10.0;
+    let scene = Scene::without_model(config).await;
+    scene.enqueue("r").await;
+    let (answer, ()) = tokio::join!(scene.call("r", json!({"messages": []})), async {
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        assert_eq!(scene.get("/proxy/state").await.json()["inflight"], 0);
+        scene.register(json!([{"model": MODEL, "endpoint": scene.upstream.endpoint}])).await;
+    });
+    assert_eq!(answer.status, 200);
+}
+
+#[tokio::test]
+async fn a_rollout_stays_with_one_server_and_rollouts_are_spread() {
+    let scene = Scene::start().await;
+    let second = Upstream::start().await;
+    scene.register(json!([{"model": MODEL, "endpoint": second.endpoint}])).await;
+    for rollout in 0..12 {
+        let id = format!("r{rollout}");
+        scene.enqueue(&id).await;
+        let before = (scene.upstream.asked().len(), second.asked().len());
+        for turn in 0..3 {
+            scene.call(&id, json!({"messages": [turn]})).await;
+        }
+        let after = (scene.upstream.asked().len(), second.asked().len());
+        assert!(matches!((after.0 - before.0, after.1 - before.1), (3, 0) | (0, 3)), "{id}");
+    }
+    assert!(!scene.upstream.asked().is_empty() && !second.asked().is_empty());
+}
+
+#[tokio::test]
+async fn answers_of_a_frozen_model_are_context_and_not_trained() {
+    let mut config = quick();
+    config.default_proxy.override_model = false;
+    let scene = Scene::with(config).await;
+    let judge = Upstream::start().await;
+    scene.register(json!([{"model": "judge", "endpoint": judge.endpoint}])).await;
+    scene.enqueue("r").await;
+    scene.call("r", json!({"model": MODEL, "messages": []})).await;
+    scene.call("r", json!({"model": "judge", "messages": []})).await;
+    assert_eq!(judge.asked().len(), 1);
+    assert_eq!(scene.sequences("r").await["counts"]["frozen"], 1);
+    let unknown = scene.call("r", json!({"model": "nobody", "messages": []})).await;
+    assert_eq!(unknown.status, 503);
+    assert!(unknown.detail().contains("'nobody'"));
+}
+
+#[tokio::test]
+async fn our_own_servers_are_sent_a_seed_and_others_are_not() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    scene.call("r", json!({"messages": []})).await;
+    assert!(scene.upstream.asked()[0].1.get("seed").is_none());
+
+    scene.register(json!([{"model": MODEL, "endpoint": scene.upstream.endpoint, "kind": "agl"}])).await;
+    let metadata = json!({"seed": 5, "sample_idx": 2});
+    scene
+        .post(
+            "/api/rollouts",
+            json!([
+                {"rollout_id": "a", "input": {"data_id": "q"}, "metadata": metadata},
+                {"rollout_id": "b", "input": {"data_id": "q"}, "metadata": metadata},
+            ]),
+        )
+        .await;
+    for id in ["a", "a", "b"] {
+        scene.call(id, json!({"messages": []})).await;
+    }
+    scene.call("b", json!({"messages": [], "seed": 42})).await;
+    let seeds: Vec<Value> = scene.upstream.asked()[1..].iter().map(|(_, body)| body["seed"].clone()).collect();
+    assert!(seeds[0].is_u64() && seeds[0] != seeds[1]);
+    assert_eq!(seeds[2], seeds[0]);
+    assert_eq!(seeds[3], 42);
+}

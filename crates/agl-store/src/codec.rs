@@ -1,0 +1,120 @@
+//! Token ids, log-probs and version runs as blobs. Ids are LEB128 varints: two or three bytes for most vocabularies.
+
+use agl_core::trajectory::VersionRun;
+
+/// LEB128, one after the other.
+pub(crate) fn ids_to_blob(ids: &[u32]) -> Vec<u8> {
+    let mut blob = Vec::with_capacity(ids.len() * 3);
+    for &id in ids {
+        push_varint(&mut blob, u64::from(id));
+    }
+    blob
+}
+
+/// The inverse of [`ids_to_blob`]; says what is wrong with a blob that is none.
+pub(crate) fn ids_from_blob(blob: &[u8]) -> Result<Vec<u32>, String> {
+    varints(blob)?
+        .into_iter()
+        .map(|id| u32::try_from(id).map_err(|_| format!("token id {id} exceeds 32 bits")))
+        .collect()
+}
+
+/// Little-endian f32, one after the other.
+pub(crate) fn log_probs_to_blob(log_probs: &[f32]) -> Vec<u8> {
+    log_probs.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// The inverse of [`log_probs_to_blob`].
+pub(crate) fn log_probs_from_blob(blob: &[u8]) -> Result<Vec<f32>, String> {
+    let (values, rest) = blob.as_chunks::<4>();
+    if rest.is_empty() {
+        Ok(values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    } else {
+        Err(format!("{} bytes are no whole number of log-probs", blob.len()))
+    }
+}
+
+/// LEB128 pairs of version and count.
+pub(crate) fn versions_to_blob(runs: &[VersionRun]) -> Vec<u8> {
+    let mut blob = Vec::new();
+    for run in runs {
+        push_varint(&mut blob, run.version);
+        push_varint(&mut blob, u64::from(run.count));
+    }
+    blob
+}
+
+/// The inverse of [`versions_to_blob`].
+pub(crate) fn versions_from_blob(blob: &[u8]) -> Result<Vec<VersionRun>, String> {
+    let numbers = varints(blob)?;
+    let (pairs, rest) = numbers.as_chunks::<2>();
+    if !rest.is_empty() {
+        return Err("a version run without its count".to_owned());
+    }
+    pairs
+        .iter()
+        .map(|&[version, count]| {
+            let count = u32::try_from(count).map_err(|_| format!("a version run of {count} tokens"))?;
+            Ok(VersionRun { version, count })
+        })
+        .collect()
+}
+
+fn push_varint(blob: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        #[expect(clippy::cast_possible_truncation, reason = "the low seven bits are what this byte holds")]
+        blob.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    #[expect(clippy::cast_possible_truncation, reason = "less than 0x80 by the loop")]
+    blob.push(value as u8);
+}
+
+fn varints(blob: &[u8]) -> Result<Vec<u64>, String> {
+    let mut values = Vec::with_capacity(blob.len() / 2);
+    let (mut value, mut shift) = (0_u64, 0_u32);
+    for &byte in blob {
+        if shift > 63 {
+            return Err("a varint of more than 64 bits".to_owned());
+        }
+        value |= u64::from(byte & 0x7f) << shift;
+        shift += 7;
+        if byte & 0x80 == 0 {
+            values.push(value);
+            (value, shift) = (0, 0);
+        }
+    }
+    if shift == 0 { Ok(values) } else { Err("a varint that breaks off".to_owned()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_come_back_whatever_their_size() {
+        let ids = [0, 1, 127, 128, 16_383, 16_384, 151_935, u32::MAX];
+        assert_eq!(ids_from_blob(&ids_to_blob(&ids)).unwrap(), ids);
+    }
+
+    #[test]
+    fn log_probs_come_back_to_the_bit() {
+        let log_probs = [-0.0, -1.5, f32::MIN_POSITIVE, -103.972_08];
+        let back = log_probs_from_blob(&log_probs_to_blob(&log_probs)).unwrap();
+        assert!(back.iter().zip(log_probs).all(|(a, b)| a.to_bits() == b.to_bits()) && back.len() == 4);
+    }
+
+    #[test]
+    fn versions_come_back() {
+        let runs = [VersionRun { version: u64::MAX, count: 3 }, VersionRun { version: 0, count: 400 }];
+        assert_eq!(versions_from_blob(&versions_to_blob(&runs)).unwrap(), runs);
+    }
+
+    #[test]
+    fn a_blob_that_breaks_off_is_an_error() {
+        assert!(ids_from_blob(&[0x80]).is_err());
+        assert!(log_probs_from_blob(&[0; 5]).is_err());
+        assert!(versions_from_blob(&[1]).is_err());
+        assert!(ids_from_blob(&[0xff, 0xff, 0xff, 0xff, 0x7f]).is_err());
+    }
+}

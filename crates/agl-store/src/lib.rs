@@ -1,0 +1,132 @@
+//! Where the gateway keeps rollouts, attempts, events, model calls, models and the pause.
+//!
+//! * [`Store`] — what a store can do. Every write is durable when its future resolves.
+//! * [`memory`] — for tests and throw-away runs: nothing survives the process.
+//! * [`sqlite`] — the default: one file, one writer thread with group commit.
+//! * [`record`] — what goes in and comes out, beside the types of `agl-core`.
+//! * [`body`] — compressed request and response bodies.
+
+use std::sync::Arc;
+
+use agl_core::event::{Event, EventCreate};
+use agl_core::rollout::{Attempt, AttemptPatch, Rollout, StatusPatch};
+use async_trait::async_trait;
+use tokio::sync::watch;
+
+pub mod body;
+mod codec;
+mod error;
+pub mod memory;
+pub mod record;
+pub mod sqlite;
+
+pub use body::Body;
+pub use error::StoreError;
+pub use memory::MemoryStore;
+pub use record::{
+    AttemptDetail, CallRecord, Change, ChangeKind, LastCall, Pause, RegisteredModel, RolloutQuery, Settlement,
+    StoredCall, StoredEvent, TerminalItem, TerminalPage,
+};
+pub use sqlite::SqliteStore;
+
+/// What every store can do. Futures of writes resolve once the write is durable; `now` is in seconds since the epoch.
+#[async_trait]
+pub trait Store: Send + Sync + 'static {
+    /// Enqueues; a known id gives the existing rollout untouched. One answer per item, in order.
+    async fn create_rollouts(&self, rollouts: Vec<Rollout>) -> Result<Vec<Rollout>, StoreError>;
+    /// The rollout of that id.
+    async fn rollout(&self, rollout_id: &str) -> Result<Option<Rollout>, StoreError>;
+    /// Rollouts by state, oldest first. [`StoreError::RolloutNotFound`] if the one to start after has been deleted.
+    async fn list_rollouts(&self, query: RolloutQuery) -> Result<Vec<Rollout>, StoreError>;
+    /// Changes the status; entering a terminal state appends to the terminal order.
+    async fn patch_rollout(&self, rollout_id: &str, patch: StatusPatch, now: f64) -> Result<Rollout, StoreError>;
+    /// Deletes a rollout with its attempts, events and calls. A missing one is no error.
+    async fn delete_rollout(&self, rollout_id: &str) -> Result<(), StoreError>;
+    /// Rollouts in the order in which they ended.
+    async fn terminal(&self, after: u64, limit: usize) -> Result<TerminalPage, StoreError>;
+    /// Marks rollouts as trained on by a checkpoint that is on disk. Ids that do not exist are left out of the answer,
+    /// which counts the marked ones.
+    async fn mark_consumed(&self, run_id: &str, step: u64, rollout_ids: Vec<String>) -> Result<u64, StoreError>;
+
+    /// Makes an attempt, `attempt_id` or the next free number; a known id gives the existing one. True if it is new.
+    async fn create_attempt(
+        &self,
+        rollout_id: &str,
+        attempt_id: Option<String>,
+        now: f64,
+    ) -> Result<(AttemptDetail, bool), StoreError>;
+    /// The attempt of that id, without counting its calls.
+    async fn attempt(&self, rollout_id: &str, attempt_id: &str) -> Result<Option<Attempt>, StoreError>;
+    /// All attempts of a rollout, oldest first.
+    async fn attempts(&self, rollout_id: &str) -> Result<Vec<AttemptDetail>, StoreError>;
+    /// Changes an attempt.
+    async fn patch_attempt(
+        &self,
+        rollout_id: &str,
+        attempt_id: &str,
+        patch: AttemptPatch,
+        now: f64,
+    ) -> Result<AttemptDetail, StoreError>;
+
+    /// Appends an event of a user.
+    async fn append_event(
+        &self,
+        rollout_id: &str,
+        attempt_id: &str,
+        event: EventCreate,
+        now: f64,
+    ) -> Result<Event, StoreError>;
+    /// The events of an attempt in the order of their appending, all or of one type.
+    async fn events(
+        &self,
+        rollout_id: &str,
+        attempt_id: &str,
+        event_type: Option<&str>,
+    ) -> Result<Vec<StoredEvent>, StoreError>;
+    /// The ids of the attempts that have events, in the order of their first event.
+    async fn attempts_with_events(&self, rollout_id: &str) -> Result<Vec<String>, StoreError>;
+
+    /// Writes a model call: event, rows, bodies and superseded rows, in one transaction.
+    async fn record_call(&self, call: CallRecord) -> Result<(), StoreError>;
+    /// The rows of an attempt in `seq` order.
+    async fn calls(&self, rollout_id: &str, attempt_id: &str) -> Result<Vec<StoredCall>, StoreError>;
+    /// Records which answers left. Rows of deleted rollouts are passed over.
+    async fn settle(&self, settlements: Vec<Settlement>) -> Result<(), StoreError>;
+
+    /// Registers endpoints, replacing those of equal model and endpoint.
+    async fn put_models(&self, models: Vec<RegisteredModel>) -> Result<(), StoreError>;
+    /// Removes a model's endpoints, or only one of them.
+    async fn delete_models(&self, model: &str, endpoint: Option<&str>) -> Result<(), StoreError>;
+    /// All endpoints, by model and endpoint.
+    async fn models(&self) -> Result<Vec<RegisteredModel>, StoreError>;
+
+    /// Keeps the pause, or forgets it.
+    async fn put_pause(&self, pause: Option<Pause>) -> Result<(), StoreError>;
+    /// The pause that was kept, lapsed or not.
+    async fn pause(&self) -> Result<Option<Pause>, StoreError>;
+    /// The secret of that name; `fresh` is kept and returned if there is none yet.
+    async fn secret(&self, name: &'static str, fresh: [u8; 32]) -> Result<[u8; 32], StoreError>;
+
+    /// Entries of the change log after `after`, at most `limit`.
+    async fn changes(&self, after: u64, limit: usize) -> Result<Vec<Change>, StoreError>;
+    /// The cursor of the newest change; is told of every change once it can be read.
+    fn newest_change(&self) -> watch::Receiver<u64>;
+
+    /// Ends the store after everything accepted so far is durable. Later calls fail with [`StoreError::Closed`].
+    async fn close(&self);
+}
+
+/// A store that several parts of the gateway share.
+pub type SharedStore = Arc<dyn Store>;
+
+/// Opens the store that a configuration names: `memory`, `sqlite:PATH`, or a path to a SQLite file.
+///
+/// # Errors
+/// Whatever keeps the database from being opened: see [`StoreError`].
+pub async fn open(name: &str) -> Result<SharedStore, StoreError> {
+    if name == "memory" {
+        return Ok(Arc::new(MemoryStore::new()));
+    }
+    let path = name.strip_prefix("sqlite:").unwrap_or(name);
+    Ok(Arc::new(SqliteStore::open(path).await?))
+}

@@ -1,0 +1,91 @@
+//! Attempts, with what their model calls came to.
+
+use agl_core::event::MODEL_REQUEST;
+use agl_core::rollout::{Attempt, AttemptPatch};
+use rusqlite::params;
+
+use super::{Sql, from_json, rollouts, to_json};
+use crate::StoreError;
+use crate::memory::next_attempt_id;
+use crate::record::{AttemptDetail, LastCall};
+
+pub(super) fn create(
+    sql: &Sql<'_>,
+    rollout_id: &str,
+    attempt_id: Option<String>,
+    now: f64,
+) -> Result<(AttemptDetail, bool), StoreError> {
+    rollouts::must_exist(sql, rollout_id)?;
+    if let Some(id) = &attempt_id
+        && let Some(known) = get(sql, rollout_id, id)?
+    {
+        return Ok((detail(sql, known)?, false));
+    }
+    let attempt_id = match attempt_id {
+        Some(id) => id,
+        None => {
+            let known = sql.all("SELECT attempt_id FROM attempts WHERE rollout_id = ?1", [rollout_id], |row| {
+                row.get::<_, String>(0)
+            })?;
+            next_attempt_id(known.iter().map(String::as_str))
+        }
+    };
+    let attempt = Attempt::new(rollout_id.to_owned(), attempt_id, now);
+    sql.run(
+        "INSERT INTO attempts (rollout_id, attempt_id, body) VALUES (?1, ?2, ?3)",
+        params![rollout_id, attempt.attempt_id, to_json(&attempt, rollout_id)?],
+    )?;
+    Ok((detail(sql, attempt)?, true))
+}
+
+pub(super) fn get(sql: &Sql<'_>, rollout_id: &str, attempt_id: &str) -> Result<Option<Attempt>, StoreError> {
+    let body = sql.first(
+        "SELECT body FROM attempts WHERE rollout_id = ?1 AND attempt_id = ?2",
+        [rollout_id, attempt_id],
+        |row| row.get::<_, String>(0),
+    )?;
+    body.map(|body| from_json(&body, rollout_id)).transpose()
+}
+
+pub(super) fn list(sql: &Sql<'_>, rollout_id: &str) -> Result<Vec<AttemptDetail>, StoreError> {
+    rollouts::must_exist(sql, rollout_id)?;
+    let bodies = sql.all("SELECT body FROM attempts WHERE rollout_id = ?1 ORDER BY number", [rollout_id], |row| {
+        row.get::<_, String>(0)
+    })?;
+    bodies.iter().map(|body| detail(sql, from_json(body, rollout_id)?)).collect()
+}
+
+pub(super) fn patch(
+    sql: &Sql<'_>,
+    rollout_id: &str,
+    attempt_id: &str,
+    patch: &AttemptPatch,
+    now: f64,
+) -> Result<AttemptDetail, StoreError> {
+    rollouts::must_exist(sql, rollout_id)?;
+    let mut attempt = get(sql, rollout_id, attempt_id)?.ok_or_else(|| StoreError::AttemptNotFound {
+        rollout_id: rollout_id.to_owned(),
+        attempt_id: attempt_id.to_owned(),
+    })?;
+    attempt.apply(patch, now)?;
+    sql.run(
+        "UPDATE attempts SET body = ?3 WHERE rollout_id = ?1 AND attempt_id = ?2",
+        params![rollout_id, attempt_id, to_json(&attempt, rollout_id)?],
+    )?;
+    detail(sql, attempt)
+}
+
+fn detail(sql: &Sql<'_>, attempt: Attempt) -> Result<AttemptDetail, StoreError> {
+    let calls = sql.first(
+        "SELECT count(*) FROM events WHERE rollout_id = ?1 AND attempt_id = ?2 AND event_type = ?3 AND request IS NOT NULL",
+        [&attempt.rollout_id, &attempt.attempt_id, MODEL_REQUEST],
+        |row| row.get::<_, i64>(0),
+    )?;
+    let last_call = sql.first(
+        "SELECT http_status, status FROM events
+         WHERE rollout_id = ?1 AND attempt_id = ?2 AND request IS NOT NULL ORDER BY number DESC LIMIT 1",
+        [&attempt.rollout_id, &attempt.attempt_id],
+        |row| Ok(LastCall { http_status: row.get(0)?, status: row.get(1)? }),
+    )?;
+    Ok(AttemptDetail { attempt, calls: calls.unwrap_or(0).cast_unsigned(), last_call })
+}

@@ -1,0 +1,172 @@
+//! Model calls: written with their event and bodies in one transaction.
+
+use agl_core::event::MODEL_REQUEST;
+use agl_core::trajectory::{CallOutcome, CallRow, Delivery};
+use rusqlite::params;
+
+use super::{Sql, corrupt, rollouts, signed, to_json};
+use crate::codec;
+use crate::memory::is_settled;
+use crate::record::{CallRecord, Settlement, StoredCall};
+use crate::{Body, StoreError};
+
+pub(super) fn record(
+    sql: &Sql<'_>,
+    call: &CallRecord,
+    request: &Body,
+    response: Option<&Body>,
+) -> Result<(), StoreError> {
+    rollouts::must_exist(sql, &call.rollout_id)?;
+    let store = |body: &Body| sql.insert("INSERT INTO blobs (body) VALUES (?1)", [body.stored()]);
+    let (request, response) = (store(request)?, response.map(store).transpose()?);
+    sql.run(
+        "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, data, request, response, http_status, status)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
+        params![
+            call.rollout_id,
+            call.attempt_id,
+            MODEL_REQUEST,
+            call.timestamp,
+            to_json(&call.data, &call.rollout_id)?,
+            request,
+            response,
+            call.http_status,
+            call.data.get("status").and_then(|status| status.as_str()).unwrap_or_default()
+        ],
+    )?;
+    for &seq in &call.supersedes {
+        sql.run(
+            "UPDATE calls SET delivery = ?4, settled = 1 WHERE rollout_id = ?1 AND attempt_id = ?2 AND seq = ?3",
+            params![call.rollout_id, call.attempt_id, signed(seq), delivery_name(Delivery::Superseded)],
+        )?;
+    }
+    call.rows.iter().try_for_each(|row| insert(sql, call, row))
+}
+
+fn insert(sql: &Sql<'_>, call: &CallRecord, row: &CallRow) -> Result<(), StoreError> {
+    sql.run(
+        "INSERT INTO calls (rollout_id, attempt_id, seq, call_id, choice, parent, shared_prefix, inserted, sampled,
+                            log_probs, versions, delivery, outcome, trainable, request_digest, settled)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)",
+        params![
+            call.rollout_id,
+            call.attempt_id,
+            signed(row.seq),
+            row.call_id,
+            row.choice,
+            row.parent.map(signed),
+            row.shared_prefix,
+            codec::ids_to_blob(&row.inserted),
+            codec::ids_to_blob(&row.sampled),
+            row.log_probs.as_deref().map(codec::log_probs_to_blob),
+            codec::versions_to_blob(&row.versions),
+            delivery_name(row.delivery),
+            outcome_name(row.outcome),
+            row.trainable,
+            call.request_digest,
+            is_settled(row)
+        ],
+    )?;
+    Ok(())
+}
+
+/// A row of the table before its blobs are decoded.
+struct Raw {
+    row: CallRow,
+    inserted: Vec<u8>,
+    sampled: Vec<u8>,
+    log_probs: Option<Vec<u8>>,
+    versions: Vec<u8>,
+    names: (String, String),
+    request_digest: [u8; 32],
+    settled: bool,
+}
+
+pub(super) fn list(sql: &Sql<'_>, rollout_id: &str, attempt_id: &str) -> Result<Vec<StoredCall>, StoreError> {
+    rollouts::must_exist(sql, rollout_id)?;
+    let rows = sql.all(
+        "SELECT seq, call_id, choice, parent, shared_prefix, inserted, sampled, log_probs, versions, delivery, outcome,
+                trainable, request_digest, settled
+         FROM calls WHERE rollout_id = ?1 AND attempt_id = ?2 ORDER BY seq",
+        [rollout_id, attempt_id],
+        |row| {
+            Ok(Raw {
+                row: CallRow {
+                    seq: row.get::<_, i64>(0)?.cast_unsigned(),
+                    call_id: row.get(1)?,
+                    choice: row.get(2)?,
+                    parent: row.get::<_, Option<i64>>(3)?.map(i64::cast_unsigned),
+                    shared_prefix: row.get(4)?,
+                    inserted: Vec::new(),
+                    sampled: Vec::new(),
+                    log_probs: None,
+                    versions: Vec::new(),
+                    delivery: Delivery::Delivered,
+                    outcome: CallOutcome::Ok,
+                    trainable: row.get(11)?,
+                },
+                inserted: row.get(5)?,
+                sampled: row.get(6)?,
+                log_probs: row.get(7)?,
+                versions: row.get(8)?,
+                names: (row.get(9)?, row.get(10)?),
+                request_digest: row.get(12)?,
+                settled: row.get(13)?,
+            })
+        },
+    )?;
+    rows.into_iter().map(|raw| decoded(raw).map_err(|reason| corrupt(rollout_id, reason))).collect()
+}
+
+fn decoded(raw: Raw) -> Result<StoredCall, String> {
+    let (delivery, outcome) = raw.names;
+    let row = CallRow {
+        inserted: codec::ids_from_blob(&raw.inserted)?,
+        sampled: codec::ids_from_blob(&raw.sampled)?,
+        log_probs: raw.log_probs.as_deref().map(codec::log_probs_from_blob).transpose()?,
+        versions: codec::versions_from_blob(&raw.versions)?,
+        delivery: [Delivery::Delivered, Delivery::Undelivered, Delivery::Superseded]
+            .into_iter()
+            .find(|known| delivery_name(*known) == delivery)
+            .ok_or_else(|| format!("an unknown delivery {delivery:?}"))?,
+        outcome: [CallOutcome::Ok, CallOutcome::Failed, CallOutcome::NoTokenIds]
+            .into_iter()
+            .find(|known| outcome_name(*known) == outcome)
+            .ok_or_else(|| format!("an unknown outcome {outcome:?}"))?,
+        ..raw.row
+    };
+    Ok(StoredCall { row, request_digest: raw.request_digest, settled: raw.settled })
+}
+
+pub(super) fn settle(sql: &Sql<'_>, settlement: &Settlement) -> Result<(), StoreError> {
+    for &seq in &settlement.seqs {
+        sql.run(
+            "UPDATE calls SET settled = 1, delivery = CASE delivery WHEN ?5 THEN delivery ELSE ?4 END
+             WHERE rollout_id = ?1 AND attempt_id = ?2 AND seq = ?3",
+            params![
+                settlement.rollout_id,
+                settlement.attempt_id,
+                signed(seq),
+                delivery_name(settlement.delivery),
+                delivery_name(Delivery::Superseded)
+            ],
+        )?;
+    }
+    Ok(())
+}
+
+fn delivery_name(delivery: Delivery) -> &'static str {
+    match delivery {
+        Delivery::Delivered => "delivered",
+        Delivery::Undelivered => "undelivered",
+        Delivery::Superseded => "superseded",
+    }
+}
+
+fn outcome_name(outcome: CallOutcome) -> &'static str {
+    match outcome {
+        CallOutcome::Ok => "ok",
+        CallOutcome::Failed => "failed",
+        CallOutcome::NoTokenIds => "no_token_ids",
+    }
+}

@@ -1,0 +1,181 @@
+//! Rollouts, the order in which they ended, and the change log.
+
+use agl_core::rollout::{Consumed, Rollout, RolloutState, StatusPatch};
+use rusqlite::params;
+
+use super::{Sql, corrupt, from_json, signed, to_json};
+use crate::StoreError;
+use crate::memory::terminal_item;
+use crate::record::{Change, ChangeKind, RolloutQuery, TerminalItem, TerminalPage, run_id_of};
+
+pub(super) fn create(sql: &Sql<'_>, rollout: Rollout) -> Result<Rollout, StoreError> {
+    if let Some(known) = get(sql, &rollout.rollout_id)? {
+        return Ok(known);
+    }
+    sql.run(
+        "INSERT INTO rollouts (rollout_id, state, run_id, body) VALUES (?1, ?2, ?3, ?4)",
+        params![rollout.rollout_id, rollout.status.state.as_str(), run_id_of(&rollout), body_of(&rollout)?],
+    )?;
+    log(sql, ChangeKind::Created, &rollout.rollout_id)?;
+    Ok(rollout)
+}
+
+pub(super) fn get(sql: &Sql<'_>, rollout_id: &str) -> Result<Option<Rollout>, StoreError> {
+    let body =
+        sql.first("SELECT body FROM rollouts WHERE rollout_id = ?1", [rollout_id], |row| row.get::<_, String>(0))?;
+    body.map(|body| from_json(&body, rollout_id)).transpose()
+}
+
+pub(super) fn must_exist(sql: &Sql<'_>, rollout_id: &str) -> Result<(), StoreError> {
+    sql.first("SELECT 1 FROM rollouts WHERE rollout_id = ?1", [rollout_id], |_| Ok(()))?
+        .ok_or_else(|| StoreError::RolloutNotFound(rollout_id.to_owned()))
+}
+
+pub(super) fn list(sql: &Sql<'_>, query: &RolloutQuery) -> Result<Vec<Rollout>, StoreError> {
+    // Static SQL has a fixed number of places: the states are repeated until they fill it.
+    let Some(&last) = query.states.last() else { return Ok(Vec::new()) };
+    let after = match &query.after {
+        Some(id) => sql
+            .first("SELECT number FROM rollouts WHERE rollout_id = ?1", [id], |row| row.get::<_, i64>(0))?
+            .ok_or_else(|| StoreError::RolloutNotFound(id.clone()))?,
+        None => 0,
+    };
+    let mut states = query.states.clone();
+    states.dedup();
+    states.resize(RolloutState::ALL.len().max(states.len()), last);
+    let rows = sql.all(
+        "SELECT body FROM rollouts
+         WHERE state IN (?1, ?2, ?3, ?4) AND number > ?5 AND (?6 IS NULL OR run_id = ?6)
+         ORDER BY number LIMIT ?7",
+        params![
+            states[0].as_str(),
+            states[1].as_str(),
+            states[2].as_str(),
+            states[3].as_str(),
+            after,
+            query.run_id,
+            signed(query.limit as u64)
+        ],
+        |row| row.get::<_, String>(0),
+    )?;
+    rows.iter().map(|body| from_json(body, "rollout")).collect()
+}
+
+pub(super) fn patch(sql: &Sql<'_>, rollout_id: &str, patch: &StatusPatch, now: f64) -> Result<Rollout, StoreError> {
+    let mut rollout = get(sql, rollout_id)?.ok_or_else(|| StoreError::RolloutNotFound(rollout_id.to_owned()))?;
+    if patch.is_empty() {
+        return Ok(rollout);
+    }
+    let was_terminal = rollout.status.state.is_terminal();
+    rollout.apply(patch, now)?;
+    update(sql, &rollout)?;
+    if rollout.status.state.is_terminal() && !was_terminal {
+        let item = terminal_item(&rollout);
+        sql.run(
+            "INSERT INTO terminal_order (rollout_id, state, data_id, is_train) VALUES (?1, ?2, ?3, ?4)",
+            params![item.rollout_id, item.state.as_str(), item.data_id, item.is_train],
+        )?;
+    }
+    log(sql, ChangeKind::Updated, rollout_id)?;
+    Ok(rollout)
+}
+
+pub(super) fn delete(sql: &Sql<'_>, rollout_id: &str) -> Result<(), StoreError> {
+    if sql.run("DELETE FROM rollouts WHERE rollout_id = ?1", [rollout_id])? == 0 {
+        return Ok(());
+    }
+    sql.run(
+        "DELETE FROM blobs WHERE number IN (
+             SELECT request FROM events WHERE rollout_id = ?1 UNION ALL SELECT response FROM events WHERE rollout_id = ?1)",
+        [rollout_id],
+    )?;
+    sql.run("DELETE FROM events WHERE rollout_id = ?1", [rollout_id])?;
+    sql.run("DELETE FROM calls WHERE rollout_id = ?1", [rollout_id])?;
+    sql.run("DELETE FROM attempts WHERE rollout_id = ?1", [rollout_id])?;
+    log(sql, ChangeKind::Deleted, rollout_id)
+}
+
+pub(super) fn terminal(sql: &Sql<'_>, after: u64, limit: usize) -> Result<TerminalPage, StoreError> {
+    let page = sql.all(
+        "SELECT t.number, t.rollout_id, t.state, t.data_id, t.is_train, r.number IS NOT NULL
+         FROM terminal_order t LEFT JOIN rollouts r ON r.rollout_id = t.rollout_id
+         WHERE t.number > ?1 ORDER BY t.number LIMIT ?2",
+        params![signed(after), signed(limit as u64)],
+        |row| {
+            let state: String = row.get(2)?;
+            let item = TerminalItem {
+                rollout_id: row.get(1)?,
+                // Written from the same enum; an unknown name can only come from a hand that edited the file.
+                state: RolloutState::from_name(&state).unwrap_or(RolloutState::Failed),
+                data_id: row.get(3)?,
+                is_train: row.get(4)?,
+            };
+            Ok((row.get::<_, i64>(0)?, item, row.get::<_, bool>(5)?))
+        },
+    )?;
+    let total = sql.first("SELECT coalesce(max(number), 0) FROM terminal_order", [], |row| row.get::<_, i64>(0))?;
+    Ok(TerminalPage {
+        next_after: page.last().map_or(after, |(number, ..)| number.cast_unsigned()),
+        items: page.into_iter().filter(|(.., exists)| *exists).map(|(_, item, _)| item).collect(),
+        total_terminal: total.unwrap_or(0).cast_unsigned(),
+    })
+}
+
+pub(super) fn mark_consumed(sql: &Sql<'_>, mark: &Consumed, rollout_ids: &[String]) -> Result<u64, StoreError> {
+    let mut marked = 0;
+    for rollout_id in rollout_ids {
+        let Some(mut rollout) = get(sql, rollout_id)? else { continue };
+        marked += 1;
+        if rollout.consumed.as_ref() != Some(mark) {
+            rollout.consumed = Some(mark.clone());
+            update(sql, &rollout)?;
+            log(sql, ChangeKind::Consumed, rollout_id)?;
+        }
+    }
+    Ok(marked)
+}
+
+pub(super) fn changes(sql: &Sql<'_>, after: u64, limit: usize) -> Result<Vec<Change>, StoreError> {
+    let rows = sql.all(
+        "SELECT c.cursor, c.kind, c.rollout_id, r.body
+         FROM changes c LEFT JOIN rollouts r ON r.rollout_id = c.rollout_id
+         WHERE c.cursor > ?1 ORDER BY c.cursor LIMIT ?2",
+        params![signed(after), signed(limit as u64)],
+        |row| {
+            Ok((
+                row.get::<_, i64>(0)?,
+                row.get::<_, String>(1)?,
+                row.get::<_, String>(2)?,
+                row.get::<_, Option<String>>(3)?,
+            ))
+        },
+    )?;
+    rows.into_iter()
+        .map(|(cursor, kind, rollout_id, body)| {
+            let kind = ChangeKind::ALL.into_iter().find(|known| known.as_str() == kind);
+            Ok(Change {
+                cursor: cursor.cast_unsigned(),
+                kind: kind.ok_or_else(|| corrupt("change log", "a change of unknown kind"))?,
+                rollout: body.map(|body| from_json(&body, &rollout_id)).transpose()?,
+                rollout_id,
+            })
+        })
+        .collect()
+}
+
+fn update(sql: &Sql<'_>, rollout: &Rollout) -> Result<(), StoreError> {
+    sql.run(
+        "UPDATE rollouts SET state = ?2, body = ?3 WHERE rollout_id = ?1",
+        params![rollout.rollout_id, rollout.status.state.as_str(), body_of(rollout)?],
+    )?;
+    Ok(())
+}
+
+fn log(sql: &Sql<'_>, kind: ChangeKind, rollout_id: &str) -> Result<(), StoreError> {
+    sql.run("INSERT INTO changes (kind, rollout_id) VALUES (?1, ?2)", params![kind.as_str(), rollout_id])?;
+    Ok(())
+}
+
+fn body_of(rollout: &Rollout) -> Result<String, StoreError> {
+    to_json(rollout, &rollout.rollout_id)
+}

@@ -1,0 +1,124 @@
+//! The tables, and which database files this build accepts.
+
+use std::path::Path;
+
+use rusqlite::Connection;
+
+use super::failure;
+use crate::StoreError;
+
+/// Written to `PRAGMA user_version`. Raise it with every change of [`TABLES`].
+pub(super) const VERSION: i64 = 1;
+
+const TABLES: &str = "
+CREATE TABLE rollouts (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    rollout_id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL,
+    run_id TEXT,
+    body TEXT NOT NULL
+) STRICT;
+CREATE INDEX rollouts_by_state ON rollouts (state, number);
+CREATE INDEX rollouts_by_run ON rollouts (run_id, number) WHERE run_id IS NOT NULL;
+
+-- Keeps its rows when the rollout is deleted: its numbers are the cursor of GET /api/rollouts/terminal.
+CREATE TABLE terminal_order (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    rollout_id TEXT NOT NULL,
+    state TEXT NOT NULL,
+    data_id TEXT NOT NULL,
+    is_train INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE changes (
+    cursor INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    rollout_id TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE attempts (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    rollout_id TEXT NOT NULL,
+    attempt_id TEXT NOT NULL,
+    body TEXT NOT NULL,
+    UNIQUE (rollout_id, attempt_id)
+) STRICT;
+
+-- Bodies of model calls, zstd. Named by events.request and events.response; deleted with their events.
+CREATE TABLE blobs (
+    number INTEGER PRIMARY KEY,
+    body BLOB NOT NULL
+) STRICT;
+
+CREATE TABLE events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    rollout_id TEXT NOT NULL,
+    attempt_id TEXT NOT NULL,
+    event_type TEXT NOT NULL,
+    timestamp REAL NOT NULL,
+    data TEXT NOT NULL,
+    request INTEGER,
+    response INTEGER,
+    http_status INTEGER,
+    status TEXT
+) STRICT;
+CREATE INDEX events_by_attempt ON events (rollout_id, attempt_id, number);
+
+-- One row per sampled answer: agl_core::trajectory::CallRow. Ids are LEB128, log-probs little-endian f32.
+CREATE TABLE calls (
+    rollout_id TEXT NOT NULL,
+    attempt_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    call_id TEXT NOT NULL,
+    choice INTEGER NOT NULL,
+    parent INTEGER,
+    shared_prefix INTEGER NOT NULL,
+    inserted BLOB NOT NULL,
+    sampled BLOB NOT NULL,
+    log_probs BLOB,
+    versions BLOB NOT NULL,
+    delivery TEXT NOT NULL,
+    outcome TEXT NOT NULL,
+    trainable INTEGER NOT NULL,
+    request_digest BLOB NOT NULL,
+    settled INTEGER NOT NULL,
+    PRIMARY KEY (rollout_id, attempt_id, seq)
+) STRICT;
+
+CREATE TABLE models (
+    model TEXT NOT NULL,
+    endpoint TEXT NOT NULL,
+    body TEXT NOT NULL,
+    PRIMARY KEY (model, endpoint)
+) STRICT;
+
+-- The pause, and the secret that attempt keys are derived from.
+CREATE TABLE settings (
+    name TEXT PRIMARY KEY,
+    value BLOB NOT NULL
+) STRICT;
+";
+
+/// Makes the tables in an empty file, or refuses a file that is not ours or of another version.
+pub(super) fn prepare(connection: &mut Connection, path: &Path) -> Result<(), StoreError> {
+    let failed = |error| failure(path, error);
+    let found: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0)).map_err(failed)?;
+    if found == VERSION {
+        return Ok(());
+    }
+    if found != 0 {
+        return Err(StoreError::DatabaseVersion { path: path.to_owned(), found, supported: VERSION });
+    }
+    let tables: i64 =
+        connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0)).map_err(failed)?;
+    if tables != 0 {
+        return Err(StoreError::NotOurs {
+            path: path.to_owned(),
+            reason: "it holds tables of something else".to_owned(),
+        });
+    }
+    let transaction = connection.transaction().map_err(failed)?;
+    transaction.execute_batch(TABLES).map_err(failed)?;
+    transaction.pragma_update(None, "user_version", VERSION).map_err(failed)?;
+    transaction.commit().map_err(failed)
+}

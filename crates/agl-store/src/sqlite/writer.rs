@@ -1,0 +1,106 @@
+//! The one thread that writes. Jobs that are waiting are committed together, so that the price of `fsync` is shared; each
+//! caller hears of its job only after the commit.
+
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender};
+
+use rusqlite::{Connection, Transaction};
+use tokio::sync::{oneshot, watch};
+
+use super::failure;
+use crate::StoreError;
+
+/// How many jobs one transaction takes at most.
+const GROUP: usize = 256;
+
+/// Sends jobs; the thread ends once every sender is gone and what was sent is done.
+pub(super) type JobSender = Sender<Box<dyn Job>>;
+
+/// A change to make inside the current transaction, and somebody who waits for it.
+pub(super) trait Job: Send {
+    /// Makes the change. What it wrote is taken back if it fails.
+    fn run(&mut self, connection: &Connection) -> Result<(), StoreError>;
+    /// Tells the caller, once the fate of the transaction is known.
+    fn tell(self: Box<Self>, committed: Result<(), StoreError>);
+}
+
+struct Waiting<T, F> {
+    change: Option<F>,
+    result: Result<T, StoreError>,
+    answer: oneshot::Sender<Result<T, StoreError>>,
+}
+
+/// A job and where its outcome arrives.
+pub(super) fn job<T: Send + 'static>(
+    change: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
+) -> (Box<dyn Job>, oneshot::Receiver<Result<T, StoreError>>) {
+    let (answer, outcome) = oneshot::channel();
+    (Box::new(Waiting { change: Some(change), result: Err(StoreError::Closed), answer }), outcome)
+}
+
+impl<T: Send, F: FnOnce(&Connection) -> Result<T, StoreError> + Send> Job for Waiting<T, F> {
+    fn run(&mut self, connection: &Connection) -> Result<(), StoreError> {
+        if let Some(change) = self.change.take() {
+            self.result = change(connection);
+        }
+        self.result.as_ref().map(|_| ()).map_err(Clone::clone)
+    }
+
+    fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
+        // The caller may be gone: what it asked for is done all the same.
+        let _gone = self.answer.send(committed.and(self.result));
+    }
+}
+
+/// Runs until all senders are gone. Owns the connection, so that it is closed when the last job is done.
+pub(super) fn run(
+    mut connection: Connection,
+    path: &Path,
+    jobs: &Receiver<Box<dyn Job>>,
+    newest_change: &watch::Sender<u64>,
+) {
+    while let Ok(first) = jobs.recv() {
+        let mut group: Vec<_> = std::iter::once(first).chain(jobs.try_iter().take(GROUP - 1)).collect();
+        let committed = commit_together(&mut connection, path, &mut group);
+        if committed.is_ok() {
+            announce(&connection, newest_change);
+        }
+        for job in group {
+            job.tell(committed.clone());
+        }
+    }
+    if let Err((_, error)) = connection.close() {
+        tracing::warn!(path = %path.display(), %error, "the database did not close cleanly");
+    }
+}
+
+/// Runs the jobs in one transaction. An error means that none of them was made.
+fn commit_together(connection: &mut Connection, path: &Path, group: &mut [Box<dyn Job>]) -> Result<(), StoreError> {
+    let failed = |error| failure(path, error);
+    let mut transaction = connection.transaction().map_err(failed)?;
+    for job in group {
+        let outcome = run_alone(&mut transaction, path, job.as_mut());
+        // A full disk or an I/O error may make SQLite take back the whole transaction: then nothing before counts either.
+        if transaction.is_autocommit() {
+            return outcome.and(Err(StoreError::DiskFull { path: path.to_owned() }));
+        }
+    }
+    transaction.commit().map_err(failed)
+}
+
+/// Runs one job so that its failure takes back its own writes only.
+fn run_alone(transaction: &mut Transaction<'_>, path: &Path, job: &mut dyn Job) -> Result<(), StoreError> {
+    let savepoint = transaction.savepoint().map_err(|error| failure(path, error))?;
+    job.run(&savepoint)?;
+    savepoint.commit().map_err(|error| failure(path, error))
+}
+
+fn announce(connection: &Connection, newest_change: &watch::Sender<u64>) {
+    let newest = connection
+        .prepare_cached("SELECT coalesce(max(cursor), 0) FROM changes")
+        .and_then(|mut statement| statement.query_row([], |row| row.get::<_, i64>(0)));
+    if let Ok(newest) = newest {
+        let newest = newest.cast_unsigned();
+        newest_change.send_if_modified(|cursor| std::mem::replace(cursor, newest) != newest);
+    }
+}

@@ -1,0 +1,28 @@
+//! The training loop: enqueue groups of rollouts, wait for whole groups, credit, update, publish, go on.
+//!
+//! * [`train`] — the loop itself; what happens in a step stands there, top to bottom.
+//! * [`serving`] — the policy's model server, and its place in the gateway.
+//! * [`evaluate`] — rollouts without training: validation, and `agl eval`.
+//! * [`config`] — every key of the `[data]`, `[rollout]`, `[algorithm]`, `[actor]` and `[trainer]` sections.
+//! * [`data`] — tasks from jsonl and parquet files, and the order they are taken in.
+//! * [`collect`] — rollouts from their creation to their training sequences.
+//! * [`update`] — from collected rollouts to the rows of the optimiser's updates.
+//! * [`checkpoint`] — what is on disk, and how a run goes on from it.
+//! * [`metrics`], [`tensorboard`], [`picture`] — what a person sees of it.
+
+pub mod checkpoint;
+pub mod collect;
+pub mod config;
+pub mod data;
+pub mod error;
+pub mod evaluate;
+pub mod metrics;
+pub mod picture;
+pub mod serving;
+pub mod tensorboard;
+pub mod train;
+pub mod update;
+
+pub use config::{ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RolloutSection, TrainerConfig};
+pub use error::TrainerError;
+pub use train::{Progress, RunSummary, Settings, Trainer};

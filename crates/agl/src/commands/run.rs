@@ -1,0 +1,200 @@
+//! `agl up`, and its three parts `agl serve`, `agl control` and `agl train`.
+
+use std::path::Path;
+use std::time::Duration;
+
+use agl_client::GatewayClient;
+use agl_controller::Controller;
+use agl_gateway::Gateway;
+use agl_trainer::train::{RunSummary, Settings, Trainer};
+use clap::Args;
+
+use crate::RunFileArgs;
+use crate::failure::{interrupted, usage};
+use crate::output::{line, note};
+use crate::progress::RunView;
+use crate::run_file::RunFile;
+use crate::stack::{Stack, interrupt};
+
+/// A killed gateway is waited for this long before the trainer or the controller gives up.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// See `agl up --help`.
+#[derive(Args)]
+pub struct UpArgs {
+    #[command(flatten)]
+    file: RunFileArgs,
+    /// Continue the run in `trainer.default_local_dir` from its newest checkpoint.
+    #[arg(long)]
+    resume: bool,
+}
+
+/// See `agl serve --help`.
+#[derive(Args)]
+pub struct ServeArgs {
+    #[command(flatten)]
+    file: RunFileArgs,
+    /// Where to listen; wins over `gateway.listen`.
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: Option<String>,
+    /// `memory` or `sqlite:PATH`; wins over `gateway.store`.
+    #[arg(long)]
+    store: Option<String>,
+    /// The server key; wins over `gateway.key`.
+    #[arg(long, env = "AGL_SERVER_KEY", hide_env_values = true)]
+    key: Option<String>,
+}
+
+/// How `agl control` and `agl train` find the gateway.
+#[derive(Args)]
+pub struct ElsewhereArgs {
+    /// The gateway's address; from `gateway.listen` if absent.
+    #[arg(long, env = "AGL_GATEWAY", value_name = "URL")]
+    gateway: Option<String>,
+    /// The gateway's server key; from `gateway.key` if absent.
+    #[arg(long, env = "AGL_SERVER_KEY", hide_env_values = true)]
+    key: Option<String>,
+}
+
+/// See `agl control --help`.
+#[derive(Args)]
+pub struct ControlArgs {
+    #[command(flatten)]
+    file: RunFileArgs,
+    #[command(flatten)]
+    elsewhere: ElsewhereArgs,
+}
+
+/// See `agl train --help`.
+#[derive(Args)]
+pub struct TrainArgs {
+    #[command(flatten)]
+    file: RunFileArgs,
+    #[command(flatten)]
+    elsewhere: ElsewhereArgs,
+    /// Continue the run in `trainer.default_local_dir` from its newest checkpoint.
+    #[arg(long)]
+    resume: bool,
+}
+
+impl ElsewhereArgs {
+    fn client(&self, file: &RunFile) -> anyhow::Result<GatewayClient> {
+        let url = self.gateway.clone().unwrap_or_else(|| file.gateway_url());
+        let key = self.key.as_deref().unwrap_or(&file.gateway.key);
+        Ok(GatewayClient::new(&url, key)?.with_patience(PATIENCE))
+    }
+}
+
+/// Gateway, controller and trainer in one process.
+pub async fn up(args: UpArgs) -> anyhow::Result<()> {
+    let Some(path) = &args.file.run_file else {
+        return Err(usage("agl up needs a run file; recipes/calculator/run.toml is one"));
+    };
+    let file = RunFile::read(Some(path), &args.file.set)?;
+    let again = format!("agl up {} --resume", path.display());
+    let summary = run_here(&file, args.resume, &again).await?;
+    print_summary(&summary, &file);
+    Ok(())
+}
+
+/// Runs all three parts in this process to the end of the training run. `again` is the command that continues it.
+pub async fn run_here(file: &RunFile, resume: bool, again: &str) -> anyhow::Result<RunSummary> {
+    std::fs::create_dir_all(&file.trainer.default_local_dir)
+        .map_err(|error| anyhow::anyhow!("{}: {error}", file.trainer.default_local_dir.display()))?;
+    let mut stack = Stack::start(file.gateway.clone(), file.controller.clone()).await?;
+    let client = stack.client.clone();
+    let result = tokio::select! {
+        result = train_with(file.settings(), client, resume, &file.trainer.default_local_dir, file) => result,
+        error = stack.failed() => return Err(error),
+        () = interrupt() => Err(interrupted(format!("interrupted; continue with: {again}"))),
+    };
+    if result.is_err() {
+        note("stopping the agents …");
+    }
+    let stopped = stack.stop().await;
+    let summary = result?;
+    stopped?;
+    Ok(summary)
+}
+
+async fn train_with(
+    settings: Settings,
+    client: GatewayClient,
+    resume: bool,
+    folder: &Path,
+    file: &RunFile,
+) -> anyhow::Result<RunSummary> {
+    let trainer = Trainer::prepare(settings, client, resume).await?;
+    file.write(&folder.join("run.toml"))?;
+    let mut view = RunView::new();
+    let result = trainer.run(|progress| view.show(progress)).await;
+    view.finish();
+    Ok(result?)
+}
+
+/// What a run came to, and what to do next.
+pub fn print_summary(summary: &RunSummary, file: &RunFile) {
+    let reward = |value: Option<f64>| value.map_or_else(|| "not measured".to_owned(), |value| format!("{value:.3}"));
+    let folder = &file.trainer.default_local_dir;
+    line(format!(
+        "validation reward {} → {} in {} steps, {} rollouts, {} model calls, {:.0} s",
+        reward(summary.initial_val_reward),
+        reward(summary.final_val_reward),
+        summary.steps,
+        summary.rollouts,
+        summary.model_calls,
+        summary.wall_seconds,
+    ));
+    line(format!(
+        "sampled {:.0} tokens/s, trained {:.0} tokens/s, {:.2} rows per rollout",
+        summary.sampled_tokens_per_second, summary.trained_tokens_per_second, summary.rows_per_rollout,
+    ));
+    line(format!("reward curve  {}", folder.join("reward.svg").display()));
+    line(format!("summary       {}", folder.join("summary.json").display()));
+    line(format!("checkpoint    {}", summary.checkpoint.join("policy").display()));
+}
+
+/// The gateway alone.
+pub async fn serve(args: ServeArgs) -> anyhow::Result<()> {
+    let mut file = RunFile::read(args.file.run_file.as_deref(), &args.file.set)?;
+    if let Some(listen) = args.listen {
+        file.gateway.listen = listen;
+    }
+    if let Some(store) = args.store {
+        file.gateway.store = store;
+    }
+    if let Some(key) = args.key {
+        file.gateway.key = key;
+    }
+    let gateway = Gateway::bind(file.gateway.clone()).await?;
+    note(format!("gateway on http://{}, store {}", gateway.addr(), file.gateway.store));
+    gateway.serve(interrupt()).await?;
+    Ok(())
+}
+
+/// The controller alone.
+pub async fn control(args: ControlArgs) -> anyhow::Result<()> {
+    let file = RunFile::read(args.file.run_file.as_deref(), &args.file.set)?;
+    let client = args.elsewhere.client(&file)?;
+    note(format!("controller for {}, work in {}", client.base_url(), file.controller.work_dir.display()));
+    Controller::new(file.controller.clone(), client).run(interrupt()).await?;
+    Ok(())
+}
+
+/// The trainer alone.
+pub async fn train(args: TrainArgs) -> anyhow::Result<()> {
+    let Some(path) = &args.file.run_file else {
+        return Err(usage("agl train needs a run file; recipes/calculator/run.toml is one"));
+    };
+    let file = RunFile::read(Some(path), &args.file.set)?;
+    let client = args.elsewhere.client(&file)?;
+    let folder = &file.trainer.default_local_dir;
+    std::fs::create_dir_all(folder).map_err(|error| anyhow::anyhow!("{}: {error}", folder.display()))?;
+    let again = format!("agl train {} --resume", path.display());
+    let summary = tokio::select! {
+        result = train_with(file.settings(), client, args.resume, folder, &file) => result?,
+        () = interrupt() => return Err(interrupted(format!("interrupted; continue with: {again}"))),
+    };
+    print_summary(&summary, &file);
+    Ok(())
+}

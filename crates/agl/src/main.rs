@@ -1,0 +1,124 @@
+//! `agl`: harnessed agentic RL. See `agl --help`.
+
+mod commands;
+mod failure;
+mod output;
+mod progress;
+mod run_file;
+mod stack;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+
+/// Many small tensors are made and dropped in a step; an allocator that keeps its memory is worth a quarter of the time.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Harnessed agentic RL: an agent that already works gets better at its own harness.
+#[derive(Parser)]
+#[command(name = "agl", version, propagate_version = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// What is logged on standard error, such as `info` or `agl_gateway=debug`.
+    #[arg(long, global = true, env = "AGL_LOG", default_value = "warn", value_name = "FILTER")]
+    log: String,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train the calculator agent on this machine, nothing to configure.
+    Quickstart(commands::quickstart::QuickstartArgs),
+    /// Gateway, controller and trainer in one process.
+    Up(commands::run::UpArgs),
+    /// The gateway alone.
+    Serve(commands::run::ServeArgs),
+    /// The controller alone.
+    Control(commands::run::ControlArgs),
+    /// The trainer alone.
+    Train(commands::run::TrainArgs),
+    /// Rollouts of a checkpoint without training: a table and per-task results.
+    Eval(commands::eval::EvalArgs),
+    /// Supervised start of a policy from chat transcripts.
+    Sft(commands::sft::SftArgs),
+    /// Look at rollouts, repeat or cancel them.
+    #[command(subcommand)]
+    Rollouts(commands::rollouts::RolloutsCommand),
+    /// Serve a model directory, or change what the gateway knows of model servers.
+    #[command(subcommand)]
+    Models(commands::models::ModelsCommand),
+    /// Runs one attempt; the controller starts it.
+    #[command(hide = true)]
+    Supervise(commands::supervise::SuperviseArgs),
+}
+
+/// Which gateway to talk to.
+#[derive(Args, Clone, Debug)]
+pub struct GatewayArgs {
+    /// The gateway's address.
+    #[arg(long, env = "AGL_GATEWAY", default_value = "http://127.0.0.1:8080", value_name = "URL")]
+    gateway: String,
+    /// The gateway's server key.
+    #[arg(long, env = "AGL_SERVER_KEY", default_value = "", hide_env_values = true, hide_default_value = true)]
+    key: String,
+}
+
+impl GatewayArgs {
+    fn client(&self) -> anyhow::Result<agl_client::GatewayClient> {
+        // A person at a terminal wants to know soon that nobody answers.
+        let client = agl_client::GatewayClient::new(&self.gateway, &self.key)?;
+        Ok(client.with_patience(std::time::Duration::from_secs(3)))
+    }
+}
+
+/// A run file and what overrides it.
+#[derive(Args, Clone, Debug)]
+pub struct RunFileArgs {
+    /// The run file.
+    #[arg(value_name = "RUN.TOML")]
+    run_file: Option<PathBuf>,
+    /// Sets a key of the run file, such as `actor.optim.lr=1e-4`; may be repeated.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    // The supervisor has its own log and no runtime: it must stay small, there is one for every attempt.
+    if let Command::Supervise(args) = &cli.command {
+        return commands::supervise::supervise(args);
+    }
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            output::note(format!("agl: {error:#}"));
+            failure::exit_code(&error)
+        }
+    }
+}
+
+fn run(cli: Cli) -> anyhow::Result<()> {
+    let filter = tracing_subscriber::EnvFilter::try_new(&cli.log)
+        .map_err(|error| failure::usage(format!("--log {}: {error}", cli.log)))?;
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(true).init();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let result = runtime.block_on(async {
+        match cli.command {
+            Command::Quickstart(args) => commands::quickstart::quickstart(args).await,
+            Command::Up(args) => commands::run::up(args).await,
+            Command::Serve(args) => commands::run::serve(args).await,
+            Command::Control(args) => commands::run::control(args).await,
+            Command::Train(args) => commands::run::train(args).await,
+            Command::Eval(args) => commands::eval::eval(args).await,
+            Command::Sft(args) => commands::sft::sft(args).await,
+            Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
+            Command::Models(command) => commands::models::models(command).await,
+            Command::Supervise(_) => Ok(()),
+        }
+    });
+    // A blocking task, such as an update that Ctrl-C came into, is not waited for.
+    runtime.shutdown_timeout(std::time::Duration::from_secs(2));
+    result
+}

@@ -1,0 +1,225 @@
+//! `run.toml`: one file for gateway, controller and trainer, whether they run in one process or in three.
+
+use std::path::{Path, PathBuf};
+
+use agl_controller::ControllerConfig;
+use agl_engine::EngineConfig;
+use agl_gateway::GatewayConfig;
+use agl_trainer::train::Settings;
+use agl_trainer::{ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RolloutSection, TrainerConfig};
+use figment::Figment;
+use figment::providers::{Env, Format, Toml};
+use serde::{Deserialize, Serialize};
+
+use crate::failure::usage;
+
+/// Every section of a run file. Unknown keys are errors.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RunFile {
+    /// The gateway.
+    pub gateway: GatewayConfig,
+    /// The controller.
+    pub controller: ControllerConfig,
+    /// The policy.
+    pub model: ModelConfig,
+    /// The native engine.
+    pub engine: EngineConfig,
+    /// The tasks.
+    pub data: DataConfig,
+    /// The agent.
+    pub rollout: RolloutSection,
+    /// Credit.
+    pub algorithm: AlgorithmConfig,
+    /// The update.
+    pub actor: ActorConfig,
+    /// The run.
+    pub trainer: TrainerConfig,
+}
+
+/// What stands for the run file's own folder in the agent's and the evaluator's strings.
+const CONFIG_DIR: &str = "{{ config_dir }}";
+
+impl RunFile {
+    /// Reads a file, then `AGL_SECTION__KEY` from the environment, then `--set section.key=value`; each wins over the one
+    /// before. Relative paths in the file are relative to the file.
+    ///
+    /// # Errors
+    /// A usage error that names the file and the key.
+    pub fn read(path: Option<&Path>, overrides: &[String]) -> anyhow::Result<Self> {
+        let mut figment = Figment::new();
+        if let Some(path) = path {
+            if !path.is_file() {
+                return Err(usage(format!("{}: there is no such run file", path.display())));
+            }
+            figment = figment.merge(Toml::file_exact(path));
+        }
+        figment = figment.merge(Env::prefixed("AGL_").split("__").filter(|key| key.as_str().contains('.')));
+        for assignment in overrides {
+            figment = figment.merge(Toml::string(&as_toml(assignment)?));
+        }
+        let place = path.map_or_else(|| "the settings".to_owned(), |path| path.display().to_string());
+        let mut file: Self = figment.extract().map_err(|error| {
+            let causes: Vec<String> = error.into_iter().map(|cause| cause.to_string()).collect();
+            usage(format!("{place}: {}", causes.join("; ")))
+        })?;
+        file.follow(&figment);
+        if let Some(folder) = path.and_then(Path::parent) {
+            let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+            let folder = std::path::absolute(folder)?;
+            file.anchor(&folder);
+        }
+        Ok(file)
+    }
+
+    /// Says once what two sections must agree on: the policy's name and the sampling temperatures.
+    fn follow(&mut self, given: &Figment) {
+        let is_given = |key: &str| given.find_value(key).is_ok();
+        let proxy = &mut self.gateway.default_proxy;
+        if !is_given("gateway.default_proxy.model_name") {
+            proxy.model_name.clone_from(&self.model.name);
+        }
+        if !is_given("gateway.default_proxy.train.temperature") {
+            proxy.train.temperature = self.rollout.temperature;
+        }
+        if !is_given("gateway.default_proxy.val.temperature") {
+            proxy.val.temperature = self.rollout.val_temperature;
+        }
+        if !is_given("gateway.store") {
+            self.gateway.store = format!("sqlite:{}", self.trainer.default_local_dir.join("gateway.db").display());
+        }
+        if !is_given("controller.work_dir") {
+            self.controller.work_dir = self.trainer.default_local_dir.join("controller");
+        }
+    }
+
+    fn anchor(&mut self, folder: &Path) {
+        let join = |path: &mut PathBuf| *path = folder.join(&*path);
+        join(&mut self.model.path);
+        join(&mut self.trainer.default_local_dir);
+        join(&mut self.controller.work_dir);
+        self.data.train_files.iter_mut().chain(&mut self.data.val_files).for_each(join);
+        if let Some(path) = self.gateway.store.strip_prefix("sqlite:") {
+            self.gateway.store = format!("sqlite:{}", folder.join(path).display());
+        }
+        let here = folder.display().to_string();
+        let fill = |text: &mut String| *text = text.replace(CONFIG_DIR, &here);
+        if let Some(process) = &mut self.rollout.process {
+            process.argv.iter_mut().chain(process.env.values_mut()).chain(&mut process.cwd).for_each(fill);
+        }
+        if let Some(evaluator) = &mut self.rollout.evaluator {
+            evaluator.argv.iter_mut().chain(evaluator.env.values_mut()).for_each(fill);
+        }
+    }
+
+    /// The trainer's part.
+    #[must_use]
+    pub fn settings(&self) -> Settings {
+        Settings {
+            model: self.model.clone(),
+            engine: self.engine.clone(),
+            data: self.data.clone(),
+            rollout: self.rollout.clone(),
+            algorithm: self.algorithm.clone(),
+            actor: self.actor.clone(),
+            trainer: self.trainer.clone(),
+        }
+    }
+
+    /// Writes the settings as they are used, so that a run can be looked at and continued.
+    ///
+    /// # Errors
+    /// Where the file cannot be written.
+    pub fn write(&self, path: &Path) -> anyhow::Result<()> {
+        let text = toml::to_string_pretty(self)?;
+        std::fs::write(path, text).map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))
+    }
+
+    /// Where clients find the gateway when nothing else is said: where this file says it listens.
+    #[must_use]
+    pub fn gateway_url(&self) -> String {
+        let listen = self.gateway.listen.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]");
+        format!("http://{listen}")
+    }
+}
+
+/// `section.key=value` as TOML; a value that is no TOML literal is taken as a string.
+fn as_toml(assignment: &str) -> anyhow::Result<String> {
+    let (key, value) = assignment
+        .split_once('=')
+        .ok_or_else(|| usage(format!("--set {assignment}: write it as section.key=value")))?;
+    let (key, value) = (key.trim(), value.trim());
+    let literal = format!("{key} = {value}");
+    if Figment::from(Toml::string(&literal)).find_value(key).is_ok() {
+        return Ok(literal);
+    }
+    Ok(format!("{key} = {}", serde_json::Value::from(value)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str, overrides: &[&str]) -> anyhow::Result<RunFile> {
+        let folder = std::env::temp_dir().join(format!("agl-run-file-{}-{:x}", std::process::id(), text.len()));
+        std::fs::create_dir_all(&folder)?;
+        let path = folder.join("run.toml");
+        std::fs::write(&path, text)?;
+        let overrides: Vec<String> = overrides.iter().map(|text| (*text).to_owned()).collect();
+        RunFile::read(Some(&path), &overrides)
+    }
+
+    #[test]
+    fn the_documented_file_is_readable_and_names_every_key_with_its_default() {
+        let page = include_str!("../../../docs/run-file.md");
+        let text = page.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let documented: toml::Table = toml::from_str(text).unwrap();
+        let mut everything = RunFile::default();
+        everything.rollout.process = Some(agl_core::rollout::ProcessConfig::default());
+        let defaults: toml::Table = toml::from_str(&toml::to_string(&everything).unwrap()).unwrap();
+        compare("", &defaults, &documented, text);
+        read(text, &[]).unwrap();
+    }
+
+    /// Each default stands in the page, as a value, or as a commented key where it depends on something else.
+    fn compare(place: &str, defaults: &toml::Table, documented: &toml::Table, text: &str) {
+        for (key, value) in defaults {
+            let name = format!("{place}{key}");
+            match (value, documented.get(key)) {
+                (toml::Value::Table(inner), Some(toml::Value::Table(found))) => {
+                    compare(&format!("{name}."), inner, found, text);
+                }
+                (value, Some(found)) => assert_eq!(value.to_string(), found.to_string(), "{name}"),
+                (_, None) => assert!(text.contains(&format!("# {key} = ")), "{name} is not documented"),
+            }
+        }
+    }
+
+    #[test]
+    fn the_gateway_follows_the_policy_s_name_and_the_sampling_temperatures_unless_told_otherwise() {
+        let file = read("[model]\nname = \"mine\"\n[rollout]\ntemperature = 0.5\nval_temperature = 0.25\n", &[]).unwrap();
+        let proxy = &file.gateway.default_proxy;
+        assert_eq!((proxy.model_name.as_str(), proxy.train.temperature, proxy.val.temperature), ("mine", 0.5, 0.25));
+        let file = read("[model]\nname = \"mine\"\n", &["gateway.default_proxy.model_name=other"]).unwrap();
+        assert_eq!(file.gateway.default_proxy.model_name, "other");
+    }
+
+    #[test]
+    fn a_written_file_reads_back_the_same() {
+        let text = "[rollout.process]\nargv = [\"{{ config_dir }}/agent\", \"{{ input.question }}\"]\n";
+        let file = read(text, &["actor.optim.lr=3e-4", "trainer.seed=7"]).unwrap();
+        assert_eq!((file.actor.optim.lr, file.trainer.seed), (3e-4, 7));
+        let argv = &file.rollout.process.as_ref().unwrap().argv;
+        assert!(Path::new(&argv[0]).is_absolute() && argv[1] == "{{ input.question }}", "{argv:?}");
+        let path = std::env::temp_dir().join(format!("agl-run-file-{}.toml", std::process::id()));
+        file.write(&path).unwrap();
+        let again = RunFile::read(Some(&path), &[]).unwrap();
+        assert_eq!(toml::to_string(&again).unwrap(), toml::to_string(&file).unwrap());
+    }
+
+    #[test]
+    fn an_override_that_is_no_assignment_is_refused() {
+        let message = read("", &["actor.optim.lr"]).unwrap_err().to_string();
+        assert!(message.contains("section.key=value"), "{message}");
+    }
+}

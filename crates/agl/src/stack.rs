@@ -1,0 +1,87 @@
+//! Gateway and controller inside this process. They talk HTTP to each other and to the trainer all the same, so that
+//! splitting them onto machines changes an address and nothing else.
+
+use agl_client::GatewayClient;
+use agl_controller::{Controller, ControllerConfig};
+use agl_gateway::{Gateway, GatewayConfig};
+use anyhow::Context;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+/// A running gateway and a running controller.
+pub struct Stack {
+    /// Talks to the gateway, with the server key.
+    pub client: GatewayClient,
+    gateway: Part,
+    controller: Part,
+}
+
+struct Part {
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Part {
+    async fn end(self) -> anyhow::Result<()> {
+        // Nobody to tell where it has ended already.
+        let _ = self.stop.send(());
+        self.task.await?
+    }
+}
+
+impl Stack {
+    /// Starts the gateway, then the controller.
+    pub async fn start(gateway: GatewayConfig, controller: ControllerConfig) -> anyhow::Result<Self> {
+        let key = gateway.key.clone();
+        let gateway = Gateway::bind(gateway).await?;
+        let address = gateway.addr();
+        let client = GatewayClient::new(&format!("http://{address}"), &key)?;
+        let (stop, stopped) = oneshot::channel::<()>();
+        let task = tokio::spawn(async move {
+            gateway.serve(async { drop(stopped.await) }).await.context("the gateway ended")
+        });
+        let gateway = Part { stop, task };
+        let (stop, stopped) = oneshot::channel::<()>();
+        let runner = Controller::new(controller, client.clone());
+        let task = tokio::spawn(async move {
+            runner.run(async { drop(stopped.await) }).await.context("the controller ended")
+        });
+        Ok(Self { client, gateway, controller: Part { stop, task } })
+    }
+
+    /// Stops the controller, which ends its agents, then the gateway, which has written everything it acknowledged.
+    pub async fn stop(self) -> anyhow::Result<()> {
+        let controller = self.controller.end().await;
+        let gateway = self.gateway.end().await;
+        controller.and(gateway)
+    }
+
+    /// Ends when either part has ended by itself, with its error.
+    pub async fn failed(&mut self) -> anyhow::Error {
+        let ended = tokio::select! {
+            ended = &mut self.gateway.task => ended,
+            ended = &mut self.controller.task => ended,
+        };
+        match ended {
+            Ok(Err(error)) => error,
+            Ok(Ok(())) => anyhow::anyhow!("the gateway or the controller ended before the run did"),
+            Err(error) => error.into(),
+        }
+    }
+}
+
+/// Ends at Ctrl-C or SIGTERM.
+pub async fn interrupt() {
+    let term = async {
+        match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
+            Ok(mut signal) => {
+                signal.recv().await;
+            }
+            Err(_) => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        result = tokio::signal::ctrl_c() => drop(result),
+        () = term => {}
+    }
+}

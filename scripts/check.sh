@@ -1,0 +1,73 @@
+# Sourced by ./x: checks that take long. Their figures go to benches/README.md.
+
+run_check() {
+  local name="${1:-}"; shift || true
+  case "$name" in
+    learning|controls|processes) need_rust; need_python; cargo build --release --package agl; "check_$name" "$@" ;;
+    *) cat >&2 <<'HELP'
+./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
+./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned
+./x check processes          the recipe as three processes, seed 1: ≥ 0.90
+HELP
+      [ -z "$name" ] && return 0; exit 2 ;;
+  esac
+}
+
+# A figure of a summary.json.
+figure() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' "$1" "$2"; }
+
+# holds EXPRESSION WHAT: a comparison in Python's arithmetic.
+holds() {
+  if python3 -c "import sys; sys.exit(not ($1))"; then say "  ok    $2: $1"; else say "  FAILS $2: $1"; return 1; fi
+}
+
+fresh_questions() { python3 recipes/calculator/make_data.py --split fresh --seed "$1" --n 500; }
+
+check_learning() {
+  local failed=0 seed out fresh
+  for seed in "${@:-1 2 3}"; do for seed in $seed; do
+    out="out/check/learning-$seed"; rm -rf "$out"
+    target/release/agl quickstart --seed "$seed" --out "$out"
+    fresh_questions "$seed" >"$out/fresh.jsonl"
+    target/release/agl eval "$out/checkpoints/$(ls "$out/checkpoints" | tail -1)" --data "$out/fresh.jsonl" --json >"$out/eval.json"
+    say "seed $seed:"
+    holds "$(figure "$out/summary.json" initial_val_reward) <= 0.45" "before" || failed=1
+    holds "$(figure "$out/summary.json" final_val_reward) >= 0.90" "after" || failed=1
+    holds "$(figure "$out/eval.json" reward) >= 0.88" "on fresh questions" || failed=1
+    holds "$(figure "$out/summary.json" calls_per_solved) >= 2" "calls per solved rollout" || failed=1
+    holds "$(figure "$out/summary.json" wall_seconds) < 300" "seconds" || failed=1
+  done; done
+  return $failed
+}
+
+check_controls() {
+  local failed=0 out
+  out=out/check/frozen; rm -rf "$out"
+  target/release/agl quickstart --seed 1 --out "$out" --set actor.optim.lr=0
+  say "learning rate 0:"
+  # The policy is the same before and after: the two differ by sampling alone, two standard errors of the difference.
+  holds "abs($(figure "$out/summary.json" final_val_reward) - $(figure "$out/summary.json" initial_val_reward)) <= 2 * 2**0.5 * $(figure "$out/summary.json" final_val_standard_error)" "within noise" || failed=1
+
+  out=out/check/permuted; rm -rf "$out"; mkdir -p "$out"
+  target/release/agl quickstart --seed 1 --out "$out" \
+    --set "rollout.evaluator.argv=['python3', '-S', '-E', '$PWD/recipes/calculator/controls/permuted_evaluator.py', '$PWD/$out/pool', '{{ is_train }}']"
+  say "permuted rewards:"
+  holds "$(figure "$out/summary.json" final_val_reward) - $(figure "$out/summary.json" initial_val_reward) <= 0.10" "no rise" || failed=1
+  return $failed
+}
+
+check_processes() {
+  local out=out/check/processes port=18080 failed=0
+  rm -rf "$out"; mkdir -p "$out"
+  # The quickstart's folder without its run: the recipe and its questions.
+  target/release/agl quickstart --seed 1 --out "$out" --unpack-only
+  local file="$out/run.toml" address="gateway.listen=127.0.0.1:$port"
+  target/release/agl serve "$file" --set "$address" 2>"$out/serve.log" & local gateway=$!
+  target/release/agl control "$file" --set "$address" 2>"$out/control.log" & local controller=$!
+  trap 'kill $gateway $controller 2>/dev/null || true' EXIT
+  target/release/agl train "$file" --set "$address"
+  kill $controller $gateway; wait $controller $gateway || true; trap - EXIT
+  say "three processes:"
+  holds "$(figure "$out/summary.json" final_val_reward) >= 0.90" "after" || failed=1
+  return $failed
+}
