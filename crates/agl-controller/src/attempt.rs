@@ -1,0 +1,447 @@
+//! The life of one attempt: keys, launch, supervision, verdict, report.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use agl_client::{AttemptDetail, AttemptGrant, ClientError, GatewayClient};
+use agl_core::rollout::{AttemptPatch, AttemptState, FailureClass, Rollout, RolloutState, StatusPatch};
+use serde_json::{Map, Value, json};
+use tokio::sync::watch;
+
+use crate::config::ControllerConfig;
+use crate::launch::Launch;
+use crate::supervised::{Step, Supervised, tail};
+use crate::supervisor::record::Answer;
+use crate::verdict::{Calls, NO_CALL, Retry, Verdict};
+use crate::work_dir::{AttemptDir, WorkDir};
+
+/// Beyond its grace a supervisor gets this long before it is killed itself.
+const SUPERVISOR_GRACE: Duration = Duration::from_secs(10);
+
+/// Why an attempt is to end before its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stop {
+    /// The rollout was ended or deleted from outside.
+    Ended,
+    /// The controller ends.
+    Shutdown,
+}
+
+/// Told at most once.
+pub(crate) type StopSignal = watch::Receiver<Option<Stop>>;
+
+/// What a rollout needs next.
+#[derive(Debug)]
+pub(crate) enum Next {
+    /// Another attempt.
+    Attempt(Box<Due>),
+    /// Nothing, or nothing from us.
+    Nothing,
+}
+
+/// An attempt that is to be made.
+#[derive(Debug)]
+pub(crate) struct Due {
+    pub(crate) rollout: Rollout,
+    /// Its id is this number.
+    pub(crate) number: u32,
+    /// How many attempts infrastructure has cost so far.
+    pub(crate) spent: u32,
+    /// The gateway has it as `running` already.
+    pub(crate) reported: bool,
+    /// What still belongs to it of an earlier controller.
+    pub(crate) found: Option<Supervised>,
+}
+
+/// What all attempts share.
+#[derive(Debug)]
+pub(crate) struct Runner {
+    pub(crate) config: ControllerConfig,
+    pub(crate) client: GatewayClient,
+    pub(crate) work_dir: WorkDir,
+    pub(crate) host: String,
+    pub(crate) cwd: PathBuf,
+    /// Agents go on when the controller ends. Read where a supervisor is let go.
+    pub(crate) leave: Arc<AtomicBool>,
+}
+
+impl Due {
+    pub(crate) fn first(rollout: Rollout) -> Self {
+        Self { rollout, number: 0, spent: 0, reported: false, found: None }
+    }
+
+    fn attempt_id(&self) -> String {
+        self.number.to_string()
+    }
+}
+
+impl Runner {
+    /// What a rollout needs that is `running` while we know nothing of it: an earlier controller ran it, or another
+    /// one does.
+    pub(crate) async fn take_up(&self, rollout_id: &str) -> Result<Next, ClientError> {
+        let rollout = self.client.get_rollout(rollout_id).await?.rollout;
+        if rollout.status.state != RolloutState::Running {
+            return Ok(Next::Nothing);
+        }
+        let attempts = self.client.list_attempts(rollout_id).await?;
+        let spent = attempts.iter().filter(|detail| costs(detail)).count().try_into().unwrap_or(u32::MAX);
+        let Some(last) = attempts.into_iter().find(|detail| detail.attempt.attempt_id == rollout.current_attempt())
+        else {
+            let due = Due { number: 0, spent, rollout, reported: false, found: None };
+            return Ok(Next::Attempt(Box::new(due)));
+        };
+        let number = last.attempt.attempt_id.parse().unwrap_or(0);
+        if last.attempt.state.is_terminal() {
+            // The controller died, or ended, between the verdict on the attempt and the one on the rollout.
+            let verdict = Verdict {
+                failure: last.attempt.failure,
+                retry: if is_free(&last) { Retry::Free } else { Retry::Costs },
+                message: last.attempt.error_message,
+                exit_code: last.attempt.exit_code,
+            };
+            let spent = if costs_class(verdict.failure, verdict.retry) { spent - 1 } else { spent };
+            return self.follow(Due { rollout, number, spent, reported: true, found: None }, verdict).await;
+        }
+        if !self.is_ours(&last) {
+            return Ok(Next::Nothing);
+        }
+        let dir = self.work_dir.attempt(rollout_id, &last.attempt.attempt_id);
+        let reported = last.attempt.state == AttemptState::Running;
+        let found = Supervised::find(&dir, self.leave.clone());
+        let due = Due { rollout, number, spent, reported, found };
+        if due.found.is_some() {
+            tracing::info!(rollout_id, attempt_id = due.attempt_id(), "taking up what an earlier controller started");
+            return Ok(Next::Attempt(Box::new(due)));
+        }
+        let verdict = Verdict::lost(format!(
+            "it was lost: the controller was restarted, and {} holds neither a running supervisor nor a record of this \
+             attempt",
+            dir.path().display()
+        ));
+        self.settle(&due, &verdict).await?;
+        self.follow(due, verdict).await
+    }
+
+    /// Attempts of another controller are left alone while that may still be there.
+    fn is_ours(&self, detail: &AttemptDetail) -> bool {
+        let runner = |key: &str| detail.attempt.runner.get(key).and_then(Value::as_str);
+        let Some(owner) = runner("controller") else { return true };
+        if owner == self.work_dir.controller_id() || self.config.take_over {
+            return true;
+        }
+        tracing::warn!(
+            rollout_id = detail.attempt.rollout_id,
+            owner,
+            host = runner("host"),
+            dir = runner("dir"),
+            "a running attempt belongs to another controller and is left to it; if that is gone for good, start this one with take_over = true, or cancel the rollout"
+        );
+        false
+    }
+
+    /// Makes one attempt, or takes one up, and says what the rollout needs afterwards.
+    pub(crate) async fn attempt(&self, mut due: Due, mut stop: StopSignal) -> Result<Next, ClientError> {
+        let attempt_id = due.attempt_id();
+        let dir = self.work_dir.attempt(&due.rollout.rollout_id, &attempt_id);
+        let supervised = match due.found.take() {
+            Some(found) => Ok(found),
+            None => {
+                let grant = match self.claim(&due.rollout, &attempt_id).await {
+                    Ok(grant) => grant,
+                    // Ended before it began, or another controller was faster.
+                    Err(error) if error.is_conflict() || error.is_not_found() => {
+                        tracing::debug!(rollout_id = due.rollout.rollout_id, %error, "not ours to run");
+                        return Ok(Next::Nothing);
+                    }
+                    Err(error) => return Err(error),
+                };
+                self.launch(&due.rollout, &grant, &dir).await
+            }
+        };
+        let verdict = match supervised {
+            Ok(supervised) => self.see_through(&mut due, supervised, &dir, &mut stop).await?,
+            Err(verdict) => verdict,
+        };
+        self.settle(&due, &verdict).await?;
+        if *stop.borrow() == Some(Stop::Ended) {
+            return Ok(Next::Nothing);
+        }
+        let next = self.follow(due, verdict).await?;
+        if let Next::Attempt(due) = &next {
+            tokio::select! {
+                () = tokio::time::sleep(self.config.backoff(due.spent)) => {}
+                _ = stop.wait_for(Option::is_some) => return Ok(Next::Nothing),
+            }
+        }
+        Ok(next)
+    }
+
+    /// Makes the attempt the one that counts. From here on the rollout is ours.
+    async fn claim(&self, rollout: &Rollout, attempt_id: &str) -> Result<AttemptGrant, ClientError> {
+        let grant = self.client.create_attempt(&rollout.rollout_id, attempt_id).await?;
+        let state = (rollout.status.state == RolloutState::Queuing).then_some(RolloutState::Running);
+        let patch = StatusPatch { state, last_attempt_id: Some(attempt_id.to_owned()), ..StatusPatch::default() };
+        self.client.patch_rollout(&rollout.rollout_id, &patch).await?;
+        Ok(grant)
+    }
+
+    async fn launch(&self, rollout: &Rollout, grant: &AttemptGrant, dir: &AttemptDir) -> Result<Supervised, Verdict> {
+        let agent_url = self.config.agent_url.as_deref().unwrap_or_else(|| self.client.base_url());
+        let launch = Launch {
+            rollout,
+            attempt_id: &grant.detail.attempt.attempt_id,
+            key: &grant.key,
+            reward_key: &grant.reward_key,
+            agent_url: agent_url.trim_end_matches('/'),
+            dir,
+            controller_cwd: self.cwd.clone(),
+        };
+        let spec = launch.spec(&self.config).map_err(|error| Verdict::misconfigured(error.to_string()))?;
+        let started = match self.work_dir.mark(&rollout.rollout_id, &grant.detail.attempt.attempt_id) {
+            Ok(()) => Supervised::start(self.config.supervisor.as_deref(), dir, &spec, self.leave.clone()).await,
+            Err(error) => Err(error),
+        };
+        started.map_err(|error| {
+            Verdict::lost(format!("its supervisor cannot be started in {}: {error}", dir.path().display()))
+        })
+    }
+
+    /// Follows a supervisor until it has ended.
+    async fn see_through(
+        &self,
+        due: &mut Due,
+        mut supervised: Supervised,
+        dir: &AttemptDir,
+        stop: &mut StopSignal,
+    ) -> Result<Verdict, ClientError> {
+        let (rollout_id, attempt_id) = (due.rollout.rollout_id.clone(), due.attempt_id());
+        let timeout = due.rollout.config.timeout_seconds;
+        let mut calls: Option<Calls> = None;
+        loop {
+            let step = tokio::select! {
+                step = supervised.next() => step,
+                reason = stopped(stop) => {
+                    self.end(&mut supervised).await;
+                    if reason == Stop::Ended {
+                        return Ok(Verdict::cancelled());
+                    }
+                    Step::Exited
+                }
+            };
+            match step {
+                Step::Started { pid } => {
+                    tracing::info!(rollout_id, attempt_id, pid, "agent started");
+                    self.report_running(due, &supervised, pid, dir).await?;
+                    due.reported = true;
+                }
+                Step::AgentEnded(end) => {
+                    // The agent's key ends with its process, before the evaluator begins.
+                    let calls = calls.insert(self.end_key(&rollout_id, &attempt_id).await?);
+                    let verdict = Verdict::of_agent(&end, calls, timeout, "");
+                    let repeated = verdict.retry == Retry::Costs && self.may_retry(due);
+                    supervised.answer(if repeated { Answer::Skip } else { Answer::Go }).await;
+                }
+                Step::Exited => break,
+            }
+        }
+        let record = match supervised.record() {
+            Ok(record) => record,
+            Err(message) => return Ok(Verdict::lost(message)),
+        };
+        tracing::debug!(rollout_id, attempt_id, ?record, "agent ended");
+        let calls = match calls {
+            Some(calls) => calls,
+            None => self.end_key(&rollout_id, &attempt_id).await?,
+        };
+        Ok(Verdict::of(&record, &calls, timeout, &tail(&dir.stderr()), &tail(&dir.evaluator_stderr())))
+    }
+
+    /// Ends a supervisor: asks it, waits, kills it.
+    async fn end(&self, supervised: &mut Supervised) {
+        supervised.terminate();
+        let patience = Duration::from_secs_f64(self.config.kill_grace_seconds) + SUPERVISOR_GRACE;
+        let exited = async {
+            loop {
+                match supervised.next().await {
+                    Step::Exited => return,
+                    Step::AgentEnded(_) => supervised.answer(Answer::Skip).await,
+                    Step::Started { .. } => {}
+                }
+            }
+        };
+        if tokio::time::timeout(patience, exited).await.is_err() {
+            supervised.kill();
+        }
+    }
+
+    async fn report_running(
+        &self,
+        due: &Due,
+        supervised: &Supervised,
+        agent_pid: i32,
+        dir: &AttemptDir,
+    ) -> Result<(), ClientError> {
+        let runner = fields(json!({
+            "kind": "process",
+            "controller": self.work_dir.controller_id(),
+            "host": self.host,
+            "dir": dir.path().to_string_lossy(),
+            "supervisor_pid": supervised.pid(),
+            "agent_pid": agent_pid,
+        }));
+        let patch =
+            AttemptPatch { state: Some(AttemptState::Running), runner: Some(runner), ..AttemptPatch::default() };
+        self.patch_attempt(due, &patch).await
+    }
+
+    /// Withdraws the agent's key and tells what the gateway recorded of its calls.
+    async fn end_key(&self, rollout_id: &str, attempt_id: &str) -> Result<Calls, ClientError> {
+        let patch = AttemptPatch { agent_ended: Some(true), ..AttemptPatch::default() };
+        match self.client.patch_attempt(rollout_id, attempt_id, &patch).await {
+            Ok(detail) => Ok(Calls { count: detail.calls, last: detail.last_call }),
+            Err(error) if error.is_not_found() || error.is_conflict() => Ok(Calls::default()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reports the verdict on an attempt.
+    async fn settle(&self, due: &Due, verdict: &Verdict) -> Result<(), ClientError> {
+        let (rollout_id, attempt_id) = (&due.rollout.rollout_id, due.attempt_id());
+        let message = verdict.message.as_deref();
+        match verdict.failure {
+            None if message.is_some() => tracing::error!(rollout_id, attempt_id, "{}", message.unwrap_or_default()),
+            None => tracing::info!(rollout_id, attempt_id, "agent succeeded"),
+            Some(class) => {
+                tracing::warn!(rollout_id, attempt_id, ?class, "attempt failed: {}", message.unwrap_or_default());
+                if message.is_some_and(|message| message.contains(NO_CALL)) {
+                    tracing::error!(rollout_id, attempt_id, "{NO_CALL}");
+                }
+            }
+        }
+        // The controller that started it may have died before it said so.
+        if verdict.failure.is_none() && !due.reported {
+            let patch = AttemptPatch { state: Some(AttemptState::Running), ..AttemptPatch::default() };
+            self.patch_attempt(due, &patch).await?;
+        }
+        let state = if verdict.failure.is_some() { AttemptState::Failed } else { AttemptState::Succeeded };
+        let patch = AttemptPatch {
+            state: Some(state),
+            failure: verdict.failure,
+            error_message: verdict.message.clone(),
+            exit_code: verdict.exit_code,
+            runner: (verdict.retry == Retry::Free).then(|| fields(json!({"shutdown": true}))),
+            agent_ended: None,
+        };
+        self.patch_attempt(due, &patch).await?;
+        self.work_dir.unmark(rollout_id, &attempt_id);
+        Ok(())
+    }
+
+    /// Ends what an earlier controller left of an attempt that does not count any more: its rollout was ended or deleted
+    /// while no controller ran.
+    pub(crate) async fn reclaim(&self, rollout_id: &str, attempt_id: &str) -> Result<Next, ClientError> {
+        match self.client.get_rollout(rollout_id).await {
+            Ok(detail) => {
+                let rollout = detail.rollout;
+                if rollout.status.state == RolloutState::Running && rollout.current_attempt() == attempt_id {
+                    return Ok(Next::Nothing);
+                }
+            }
+            Err(error) if error.is_not_found() => {}
+            Err(error) => return Err(error),
+        }
+        let dir = self.work_dir.attempt(rollout_id, attempt_id);
+        if let Some(mut supervised) = Supervised::find(&dir, self.leave.clone()) {
+            self.end(&mut supervised).await;
+            tracing::info!(rollout_id, attempt_id, "ended what was left of an attempt that does not count any more");
+        }
+        let patch = AttemptPatch {
+            state: Some(AttemptState::Failed),
+            failure: Some(FailureClass::Cancelled),
+            error_message: Verdict::cancelled().message,
+            ..AttemptPatch::default()
+        };
+        match self.client.patch_attempt(rollout_id, attempt_id, &patch).await {
+            Err(error) if !error.is_conflict() && !error.is_not_found() => return Err(error),
+            _ => self.work_dir.unmark(rollout_id, attempt_id),
+        }
+        Ok(Next::Nothing)
+    }
+
+    /// A patch that comes too late, because the rollout was ended or deleted from outside, is no error.
+    async fn patch_attempt(&self, due: &Due, patch: &AttemptPatch) -> Result<(), ClientError> {
+        let attempt_id = due.attempt_id();
+        match self.client.patch_attempt(&due.rollout.rollout_id, &attempt_id, patch).await {
+            Err(error) if error.is_conflict() || error.is_not_found() => {
+                tracing::debug!(rollout_id = due.rollout.rollout_id, attempt_id, %error, "the attempt is not as we thought");
+                Ok(())
+            }
+            outcome => outcome.map(drop),
+        }
+    }
+
+    fn may_retry(&self, due: &Due) -> bool {
+        due.spent + 1 < due.rollout.config.max_attempts.unwrap_or(self.config.max_attempts)
+    }
+
+    /// What follows from a verdict: another attempt, or the end of the rollout.
+    async fn follow(&self, mut due: Due, verdict: Verdict) -> Result<Next, ClientError> {
+        let again = match verdict.failure {
+            Some(FailureClass::Infrastructure) => match verdict.retry {
+                Retry::Never => false,
+                Retry::Free => true,
+                Retry::Costs => self.may_retry(&due),
+            },
+            _ => false,
+        };
+        if again {
+            due.spent += u32::from(verdict.retry == Retry::Costs);
+            due.number += 1;
+            due.reported = false;
+            due.rollout.status.state = RolloutState::Running;
+            return Ok(Next::Attempt(Box::new(due)));
+        }
+        let mut message = verdict.message;
+        if verdict.retry == Retry::Costs && due.spent > 0 {
+            let last = message.unwrap_or_default();
+            message = Some(format!("{} attempts failed of infrastructure; the last: {last}", due.spent + 1));
+        }
+        let state = if verdict.failure.is_some() { RolloutState::Failed } else { RolloutState::Succeeded };
+        let patch = StatusPatch { state: Some(state), error_message: message, ..StatusPatch::default() };
+        match self.client.patch_rollout(&due.rollout.rollout_id, &patch).await {
+            Err(error) if !error.is_conflict() && !error.is_not_found() => Err(error),
+            _ => Ok(Next::Nothing),
+        }
+    }
+}
+
+async fn stopped(stop: &mut StopSignal) -> Stop {
+    let reason = stop.wait_for(Option::is_some).await.ok().and_then(|reason| *reason);
+    match reason {
+        Some(reason) => reason,
+        // The loop is gone without a word: nobody will stop us.
+        None => std::future::pending().await,
+    }
+}
+
+fn costs(detail: &AttemptDetail) -> bool {
+    detail.attempt.failure == Some(FailureClass::Infrastructure) && !is_free(detail)
+}
+
+fn costs_class(failure: Option<FailureClass>, retry: Retry) -> bool {
+    failure == Some(FailureClass::Infrastructure) && retry == Retry::Costs
+}
+
+/// We ended it ourselves while shutting down.
+fn is_free(detail: &AttemptDetail) -> bool {
+    detail.attempt.runner.get("shutdown") == Some(&Value::Bool(true))
+}
+
+fn fields(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
+    }
+}

@@ -1,0 +1,138 @@
+//! What can be set.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use agl_core::rollout::EvaluatorConfig;
+use serde::{Deserialize, Serialize};
+
+use crate::error::ControllerError;
+
+/// How a controller runs rollouts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ControllerConfig {
+    /// How many attempts run at the same time. Default: twice the number of cores, as agents mostly wait for the model.
+    pub max_concurrent: usize,
+    /// How many attempts a rollout gets when infrastructure fails them; a rollout's own `config.max_attempts` goes first.
+    pub max_attempts: u32,
+    /// Where working folders, logs and records of attempts lie. One controller each.
+    pub work_dir: PathBuf,
+    /// The gateway's address as agents see it. Default: the one that the controller uses.
+    pub agent_url: Option<String>,
+    /// Whether agents get the names that SDKs read by themselves (`OPENAI_BASE_URL`, …) beside the `AGL_*` ones.
+    pub sdk_environment: bool,
+    /// How much is kept of each of an agent's two output streams: its head and its tail.
+    pub log_limit_bytes: u64,
+    /// How long a process that is to end has between SIGTERM and SIGKILL.
+    pub kill_grace_seconds: f64,
+    /// Wait before the second attempt; doubles with each further one.
+    pub retry_backoff_seconds: f64,
+    /// Longest wait between two attempts.
+    pub retry_backoff_cap_seconds: f64,
+    /// The evaluator of rollouts that bring none of their own.
+    pub evaluator: Option<EvaluatorConfig>,
+    /// The Python that runs `config.local.agent_class`.
+    pub python: String,
+    /// What becomes of running attempts when the controller is told to end.
+    pub on_shutdown: OnShutdown,
+    /// Treats running attempts of other controllers as lost. For when one is gone for good, with its work directory.
+    pub take_over: bool,
+    /// The program with the `supervise` subcommand. Default: this very program.
+    pub supervisor: Option<PathBuf>,
+}
+
+/// What becomes of running attempts when the controller is told to end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnShutdown {
+    /// They are killed and count as infrastructure failures that cost no attempt; their rollouts stay `running`, and the
+    /// next controller makes new attempts.
+    #[default]
+    Kill,
+    /// They go on under their supervisors; the next controller takes them up.
+    Leave,
+}
+
+impl Default for ControllerConfig {
+    fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self {
+            max_concurrent: 2 * cores,
+            max_attempts: 3,
+            work_dir: PathBuf::from("runs/controller"),
+            agent_url: None,
+            sdk_environment: true,
+            log_limit_bytes: 4 * 1024 * 1024,
+            kill_grace_seconds: 5.0,
+            retry_backoff_seconds: 1.0,
+            retry_backoff_cap_seconds: 30.0,
+            evaluator: None,
+            python: "python3".to_owned(),
+            on_shutdown: OnShutdown::default(),
+            take_over: false,
+            supervisor: None,
+        }
+    }
+}
+
+impl ControllerConfig {
+    /// Refuses values that would make the controller wait for ever or never start anything.
+    ///
+    /// # Errors
+    /// [`ControllerError::Config`], naming the key.
+    pub fn check(&self) -> Result<(), ControllerError> {
+        let refuse = |key, value: String, reason| Err(ControllerError::Config { key, value, reason });
+        if self.max_concurrent == 0 {
+            return refuse("max_concurrent", "0".to_owned(), "it must be at least 1");
+        }
+        if self.max_attempts == 0 {
+            return refuse("max_attempts", "0".to_owned(), "it must be at least 1");
+        }
+        for (key, value) in [
+            ("kill_grace_seconds", self.kill_grace_seconds),
+            ("retry_backoff_seconds", self.retry_backoff_seconds),
+            ("retry_backoff_cap_seconds", self.retry_backoff_cap_seconds),
+        ] {
+            if !value.is_finite() || value < 0.0 {
+                return refuse(key, value.to_string(), "it must be a number of seconds, 0 or more");
+            }
+        }
+        Ok(())
+    }
+
+    /// How long to wait before another attempt when `failed` ones have failed.
+    #[must_use]
+    pub fn backoff(&self, failed: u32) -> Duration {
+        let doublings = i32::try_from(failed.saturating_sub(1).min(30)).unwrap_or(30);
+        Duration::from_secs_f64(
+            (self.retry_backoff_seconds * 2_f64.powi(doublings)).min(self.retry_backoff_cap_seconds),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_key_is_an_error_that_names_it() {
+        let error = serde_json::from_str::<ControllerConfig>(r#"{"max_concurent": 4}"#).unwrap_err().to_string();
+        assert!(error.contains("max_concurent"), "{error}");
+    }
+
+    #[test]
+    fn values_that_would_stop_everything_are_refused() {
+        let config = ControllerConfig { max_concurrent: 0, ..ControllerConfig::default() };
+        assert!(config.check().unwrap_err().to_string().contains("max_concurrent = 0"));
+        let config = ControllerConfig { kill_grace_seconds: f64::NAN, ..ControllerConfig::default() };
+        assert!(config.check().unwrap_err().to_string().contains("kill_grace_seconds"));
+    }
+
+    #[test]
+    fn waits_between_attempts_double_up_to_the_cap() {
+        let config = ControllerConfig { retry_backoff_cap_seconds: 3.0, ..ControllerConfig::default() };
+        let waits: Vec<f64> = (1..5).map(|failed| config.backoff(failed).as_secs_f64()).collect();
+        assert_eq!(waits, [1.0, 2.0, 3.0, 3.0]);
+    }
+}

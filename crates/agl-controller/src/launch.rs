@@ -1,0 +1,343 @@
+//! A rollout's configuration as commands and environments. Nothing here touches the world.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use agl_core::rollout::{EvaluatorConfig, LocalConfig, ProcessConfig, Rollout};
+use minijinja::{Environment, UndefinedBehavior};
+use serde::Serialize;
+use serde_json::{Map, Value, ser};
+
+use crate::config::ControllerConfig;
+use crate::supervisor::record::{Command, Spec};
+use crate::work_dir::{AttemptDir, escape};
+
+/// A rollout that cannot be run as it is configured. No further attempt would change that.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LaunchError {
+    /// There is nothing to run.
+    #[error(
+        "the rollout's config has neither process nor local: there is nothing to run; set config.process.argv to the \
+         agent's command, or config.local.agent_class to its Python class"
+    )]
+    NothingToRun,
+    /// There are two things to run.
+    #[error("the rollout's config has both process and local: remove one of them")]
+    Ambiguous,
+    /// A command without a program.
+    #[error("{key} is empty: its first word must be the program to run")]
+    NoProgram {
+        /// Which list.
+        key: &'static str,
+    },
+    /// `local` without a class.
+    #[error("invalid rollout config: missing config.local.agent_class")]
+    NoAgentClass,
+    /// A template that cannot be rendered.
+    #[error("the template {key} = {template:?} cannot be rendered: {problem}")]
+    Template {
+        /// Where it stands.
+        key: String,
+        /// Its source.
+        template: String,
+        /// What is wrong, naming what is missing.
+        problem: String,
+    },
+    /// `local.env_map` names a part of the input that is not there.
+    #[error("local.env_map path not found: {path}")]
+    EnvMap {
+        /// The path.
+        path: String,
+    },
+}
+
+/// Who is to run, and with which keys.
+pub struct Launch<'a> {
+    /// The rollout.
+    pub rollout: &'a Rollout,
+    /// Its attempt.
+    pub attempt_id: &'a str,
+    /// The agent's own key.
+    pub key: &'a str,
+    /// The evaluator's key.
+    pub reward_key: &'a str,
+    /// The gateway as agents reach it, without a trailing slash.
+    pub agent_url: &'a str,
+    /// The attempt's folder.
+    pub dir: &'a AttemptDir,
+    /// The controller's working directory, from which Python classes are imported.
+    pub controller_cwd: PathBuf,
+}
+
+/// True where a process runner is asked for, or nothing else is: rollouts for containers or Kubernetes are not ours.
+#[must_use]
+pub fn is_ours(rollout: &Rollout) -> bool {
+    let config = &rollout.config;
+    let elsewhere = config.k8s.is_some() || config.extra.get("container").is_some_and(|value| !value.is_null());
+    config.process.is_some() || config.local.is_some() || !elsewhere
+}
+
+impl Launch<'_> {
+    /// What the supervisor has to run.
+    ///
+    /// # Errors
+    /// [`LaunchError`], written for whoever configured the rollout.
+    pub fn spec(&self, config: &ControllerConfig) -> Result<Spec, LaunchError> {
+        let rollout = &self.rollout.config;
+        let agent = match (&rollout.process, &rollout.local) {
+            (Some(process), None) => self.process(process, config)?,
+            (None, Some(local)) => self.local(local, config)?,
+            (Some(_), Some(_)) => return Err(LaunchError::Ambiguous),
+            (None, None) => return Err(LaunchError::NothingToRun),
+        };
+        let evaluator = rollout.evaluator.as_ref().or(config.evaluator.as_ref());
+        Ok(Spec {
+            evaluator: evaluator.map(|evaluator| self.evaluator(evaluator)).transpose()?,
+            agent,
+            input: self.rollout.input.clone(),
+            log_limit_bytes: config.log_limit_bytes,
+            kill_grace_seconds: config.kill_grace_seconds,
+        })
+    }
+
+    fn process(&self, process: &ProcessConfig, config: &ControllerConfig) -> Result<Command, LaunchError> {
+        let cwd = match &process.cwd {
+            Some(cwd) => PathBuf::from(self.render("config.process.cwd", cwd, None)?),
+            None => self.dir.work(),
+        };
+        let mut env = self.agent_environment(config);
+        env.extend(self.render_env("config.process.env", &process.env, self.key)?);
+        Ok(Command {
+            argv: self.render_argv("config.process.argv", &process.argv)?,
+            env,
+            cwd,
+            timeout_seconds: self.rollout.config.timeout_seconds,
+        })
+    }
+
+    /// As Agent Lightning v1.0 starts it, and without its package: `python -c LOADER CLASS` in the controller's own
+    /// working directory, `env_map` over everything else.
+    fn local(&self, local: &LocalConfig, config: &ControllerConfig) -> Result<Command, LaunchError> {
+        let class = local.agent_class.as_deref().filter(|class| !class.is_empty()).ok_or(LaunchError::NoAgentClass)?;
+        let mut env = self.agent_environment(config);
+        env.extend(env_from_map(&self.rollout.input, &local.env_map)?);
+        Ok(Command {
+            argv: [config.python.as_str(), "-c", LOADER, class].map(str::to_owned).to_vec(),
+            env,
+            cwd: self.controller_cwd.clone(),
+            timeout_seconds: self.rollout.config.timeout_seconds,
+        })
+    }
+
+    fn evaluator(&self, evaluator: &EvaluatorConfig) -> Result<Command, LaunchError> {
+        let path = |path: PathBuf| path.to_string_lossy().into_owned();
+        let mut env = BTreeMap::from([
+            ("AGL_EVENT_URL".to_owned(), self.event_url()),
+            ("AGL_KEY".to_owned(), self.reward_key.to_owned()),
+            ("AGL_INPUT".to_owned(), path(self.dir.evaluator_input())),
+            ("AGL_AGENT_STDOUT".to_owned(), path(self.dir.stdout())),
+            ("AGL_AGENT_STDERR".to_owned(), path(self.dir.stderr())),
+            ("AGL_WORKDIR".to_owned(), path(self.dir.work())),
+        ]);
+        env.extend(self.render_env("config.evaluator.env", &evaluator.env, self.reward_key)?);
+        Ok(Command {
+            argv: self.render_argv("config.evaluator.argv", &evaluator.argv)?,
+            env,
+            cwd: self.dir.work(),
+            timeout_seconds: evaluator.timeout_seconds,
+        })
+    }
+
+    fn agent_environment(&self, config: &ControllerConfig) -> BTreeMap<String, String> {
+        let base_url = self.openai_base_url();
+        let mut env = BTreeMap::from([
+            ("AGL_OPENAI_BASE_URL".to_owned(), base_url.clone()),
+            ("AGL_EVENT_URL".to_owned(), self.event_url()),
+            ("AGL_KEY".to_owned(), self.key.to_owned()),
+            ("AGL_INPUT".to_owned(), self.dir.input().to_string_lossy().into_owned()),
+        ]);
+        if config.sdk_environment {
+            env.insert("OPENAI_BASE_URL".to_owned(), base_url.clone());
+            env.insert("OPENAI_API_BASE".to_owned(), base_url);
+            env.insert("OPENAI_API_KEY".to_owned(), self.key.to_owned());
+        }
+        env
+    }
+
+    fn openai_base_url(&self) -> String {
+        let (url, rollout, attempt) = (self.agent_url, escape(&self.rollout.rollout_id), escape(self.attempt_id));
+        format!("{url}/proxy/rollout/{rollout}/attempt/{attempt}/mode/{}/openai/v1", self.rollout.mode())
+    }
+
+    fn event_url(&self) -> String {
+        let (url, rollout, attempt) = (self.agent_url, escape(&self.rollout.rollout_id), escape(self.attempt_id));
+        format!("{url}/api/rollouts/{rollout}/attempt/{attempt}/events")
+    }
+
+    fn render_argv(&self, key: &'static str, argv: &[String]) -> Result<Vec<String>, LaunchError> {
+        if argv.is_empty() {
+            return Err(LaunchError::NoProgram { key });
+        }
+        let words = argv.iter().enumerate();
+        let words: Vec<String> =
+            words.map(|(index, word)| self.render(&format!("{key}[{index}]"), word, None)).collect::<Result<_, _>>()?;
+        if words.first().is_some_and(String::is_empty) {
+            return Err(LaunchError::NoProgram { key });
+        }
+        Ok(words)
+    }
+
+    fn render_env(
+        &self,
+        key: &str,
+        env: &BTreeMap<String, String>,
+        secret: &str,
+    ) -> Result<BTreeMap<String, String>, LaunchError> {
+        env.iter()
+            .map(|(name, value)| Ok((name.clone(), self.render(&format!("{key}.{name}"), value, Some(secret))?)))
+            .collect()
+    }
+
+    /// `key` is there for environments only: a command line is for everybody to read.
+    fn render(&self, key: &str, template: &str, secret: Option<&str>) -> Result<String, LaunchError> {
+        // Most words are no templates.
+        if !template.contains(['{', '}']) {
+            return Ok(template.to_owned());
+        }
+        let rollout = self.rollout;
+        let mut context = Map::new();
+        for (name, value) in [
+            ("input", rollout.input.clone()),
+            ("rollout_id", rollout.rollout_id.clone().into()),
+            ("attempt_id", self.attempt_id.into()),
+            ("is_train", rollout.is_train.into()),
+            ("mode", rollout.mode().into()),
+            ("metadata", rollout.metadata.clone().into()),
+            ("work_dir", self.dir.work().to_string_lossy().into()),
+            ("openai_base_url", self.openai_base_url().into()),
+            ("event_url", self.event_url().into()),
+        ] {
+            context.insert(name.to_owned(), value);
+        }
+        if let Some(secret) = secret {
+            context.insert("key".to_owned(), secret.into());
+        }
+        let context = Value::Object(context);
+        let fault =
+            |problem: String| LaunchError::Template { key: key.to_owned(), template: template.to_owned(), problem };
+        let mut environment = Environment::new();
+        environment.set_undefined_behavior(UndefinedBehavior::Strict);
+        environment.set_keep_trailing_newline(true);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        let compiled = environment.template_from_str(template).map_err(|error| fault(error.to_string()))?;
+        compiled.render(&context).map_err(|error| {
+            let missing: Vec<String> = compiled
+                .undeclared_variables(true)
+                .into_iter()
+                .filter(|path| !exists(&context, path) && path != "range" && path != "dict")
+                .collect();
+            if error.kind() == minijinja::ErrorKind::UndefinedError && !missing.is_empty() {
+                let mut missing = missing;
+                missing.sort();
+                return fault(format!("there is no {}", missing.join(", no ")));
+            }
+            fault(error.to_string())
+        })
+    }
+}
+
+fn exists(context: &Value, path: &str) -> bool {
+    path.split('.').try_fold(context, |value, part| value.get(part)).is_some()
+}
+
+/// `env_map` of Agent Lightning v1.0: a name gets the whole `input`, a part of it (`input.a.0.b`), or the literal text.
+///
+/// # Errors
+/// [`LaunchError::EnvMap`] for a path that the input does not have.
+pub fn env_from_map(
+    input: &Value,
+    env_map: &BTreeMap<String, String>,
+) -> Result<BTreeMap<String, String>, LaunchError> {
+    let missing = |path: &str| LaunchError::EnvMap { path: path.to_owned() };
+    let mut env = BTreeMap::new();
+    for (name, path) in env_map {
+        let value = match path.strip_prefix("input.") {
+            Some(rest) => Some(rest.split('.').try_fold(input, step).ok_or_else(|| missing(path))?),
+            None => (path == "input").then_some(input),
+        };
+        let text = match value {
+            None => path.clone(),
+            Some(Value::String(text)) => text.clone(),
+            Some(value) => python_json(value),
+        };
+        env.insert(name.clone(), text);
+    }
+    Ok(env)
+}
+
+fn step<'a>(value: &'a Value, part: &str) -> Option<&'a Value> {
+    match value {
+        Value::Object(fields) => fields.get(part),
+        Value::Array(items) if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) => {
+            items.get(part.parse::<usize>().ok()?)
+        }
+        _ => None,
+    }
+}
+
+/// JSON as Python's `json.dumps(value, ensure_ascii=False)` spaces it.
+fn python_json(value: &Value) -> String {
+    struct Spaced;
+    impl ser::Formatter for Spaced {
+        fn begin_array_value<W: ?Sized + std::io::Write>(
+            &mut self,
+            writer: &mut W,
+            first: bool,
+        ) -> std::io::Result<()> {
+            writer.write_all(if first { b"" } else { b", " })
+        }
+        fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+            writer.write_all(if first { b"" } else { b", " })
+        }
+        fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
+            writer.write_all(b": ")
+        }
+    }
+    let mut bytes = Vec::new();
+    match value.serialize(&mut ser::Serializer::with_formatter(&mut bytes, Spaced)) {
+        Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
+        Err(_) => value.to_string(),
+    }
+}
+
+/// Imports the class, calls `run()`, awaits what it gives if it can be awaited. Imports nothing that it does not need:
+/// it runs once per rollout.
+const LOADER: &str = r#"import sys
+def load(path):
+    import importlib
+    module, name = path.split(":", 1) if ":" in path else path.rsplit(".", 1)
+    loaded = getattr(importlib.import_module(module), name)
+    if not isinstance(loaded, type):
+        raise TypeError(f"{path} is not a class")
+    return loaded
+def main(path):
+    try:
+        result = load(path)().run()
+        if result is not None:
+            import inspect
+            if inspect.isawaitable(result):
+                import asyncio
+                async def wait():
+                    await result
+                asyncio.run(wait())
+        return 0
+    except Exception:
+        import traceback
+        traceback.print_exc()
+        return 1
+sys.exit(main(sys.argv[1]))
+"#;
+
+#[cfg(test)]
+#[path = "launch_tests.rs"]
+mod tests;

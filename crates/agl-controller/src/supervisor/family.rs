@@ -1,0 +1,147 @@
+//! A process, its group, and everything that came from it.
+
+use std::io;
+use std::path::Path;
+use std::process::{ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill, killpg};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+use tokio::process::Child;
+use tokio::task::JoinHandle;
+
+use super::log::{LimitedLog, keep};
+use super::record::{Command, NotStarted};
+use crate::process_id::descendants;
+
+/// How often a dying family is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+/// A log whose writers are all dead ends at once; only a process that cannot be killed makes us wait this long.
+const LAST_OUTPUT: Duration = Duration::from_secs(2);
+
+/// A running process with its logs. It leads a process group of its own.
+pub struct Family {
+    child: Child,
+    group: Pid,
+    logs: Vec<JoinHandle<io::Result<()>>>,
+}
+
+impl Family {
+    /// Starts a process whose output goes to the two logs.
+    ///
+    /// # Errors
+    /// Why it did not start, and whether trying again may help.
+    pub fn start(command: &Command, stdout: &Path, stderr: &Path, limit: u64) -> Result<Self, NotStarted> {
+        let program = command.argv.first().map(String::as_str).unwrap_or_default();
+        let folder = command.cwd.display();
+        if !command.cwd.is_dir() {
+            let message = format!("cannot start {program:?}: its working directory {folder} does not exist");
+            return Err(NotStarted { message, permanent: true });
+        }
+        let logs = LimitedLog::create(stdout, limit)
+            .and_then(|stdout| Ok((stdout, LimitedLog::create(stderr, limit)?)))
+            .map_err(|error| {
+                let message = format!("cannot write logs beside {}: {error}", stdout.display());
+                NotStarted { message, permanent: false }
+            })?;
+        let mut child = tokio::process::Command::new(program)
+            .args(command.argv.iter().skip(1))
+            .envs(&command.env)
+            .current_dir(&command.cwd)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .map_err(|error| not_started(program, &error))?;
+        let mut keepers = Vec::new();
+        if let Some(stream) = child.stdout.take() {
+            keepers.push(tokio::spawn(keep(stream, logs.0)));
+        }
+        if let Some(stream) = child.stderr.take() {
+            keepers.push(tokio::spawn(keep(stream, logs.1)));
+        }
+        let group = child.id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or_default();
+        Ok(Self { child, group: Pid::from_raw(group), logs: keepers })
+    }
+
+    /// The number of the process, which is that of its group.
+    pub fn pid(&self) -> i32 {
+        self.group.as_raw()
+    }
+
+    /// Waits for the process itself; what it left behind may still run.
+    pub async fn wait(&mut self) -> io::Result<ExitStatus> {
+        self.child.wait().await
+    }
+
+    /// Ends what still runs of the family: asks, waits up to `grace`, kills. Then closes the logs.
+    pub async fn end(mut self, grace: Duration) -> io::Result<Option<ExitStatus>> {
+        let began = Instant::now();
+        let mut asked = false;
+        loop {
+            // Until tokio has reaped the process itself it is ours alone to wait for.
+            let status = self.child.try_wait()?;
+            if status.is_some() {
+                reap_orphans();
+            }
+            let alive = descendants(Pid::this().as_raw());
+            if status.is_some() && alive.is_empty() {
+                break;
+            }
+            if began.elapsed() >= grace {
+                self.signal_all(&alive, Signal::SIGKILL);
+            } else if !asked {
+                self.signal_all(&alive, Signal::SIGTERM);
+                asked = true;
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        let status = self.child.try_wait()?;
+        for log in self.logs {
+            match tokio::time::timeout(LAST_OUTPUT, log).await {
+                Ok(Ok(outcome)) => {
+                    outcome.map_err(|error| io::Error::other(format!("cannot keep the output: {error}")))?
+                }
+                Ok(Err(error)) => return Err(io::Error::other(error)),
+                Err(_) => return Err(io::Error::other("a process that cannot be killed keeps a log open")),
+            }
+        }
+        Ok(status)
+    }
+
+    /// The group, and also those who left it: they are still our descendants, for the supervisor adopts orphans.
+    fn signal_all(&self, alive: &[i32], signal: Signal) {
+        if self.group.as_raw() > 0 {
+            let _ = killpg(self.group, signal);
+        }
+        for pid in alive {
+            let _ = kill(Pid::from_raw(*pid), signal);
+        }
+    }
+}
+
+/// Takes the exit statuses of orphans that the supervisor has adopted. Only while it has no child of its own.
+fn reap_orphans() {
+    loop {
+        match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
+            Ok(WaitStatus::StillAlive) | Err(Errno::ECHILD) => return,
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(_) => return,
+        }
+    }
+}
+
+fn not_started(program: &str, error: &io::Error) -> NotStarted {
+    let (remedy, permanent) = match error.kind() {
+        io::ErrorKind::NotFound => ("there is no such program; install it, or correct the first word of argv", true),
+        io::ErrorKind::PermissionDenied => ("it may not be executed; check its permissions", true),
+        io::ErrorKind::InvalidInput | io::ErrorKind::ArgumentListTooLong => {
+            ("its arguments or environment cannot be passed on", true)
+        }
+        _ => ("the system refused", false),
+    };
+    NotStarted { message: format!("cannot start {program:?}: {remedy} ({error})"), permanent }
+}

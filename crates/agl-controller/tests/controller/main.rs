@@ -1,0 +1,13 @@
+//! The controller with real processes.
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "the lints exempt test functions, but not the functions that they share"
+)]
+
+mod agents;
+mod end_to_end;
+mod gateway;
+mod recovery;
+mod scenarios;
+mod stage;
