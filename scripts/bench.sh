@@ -5,7 +5,7 @@ run_bench() {
   need_rust
   case "$name" in
     assembly) cargo bench --package agl-core --bench assembly ;;
-    engine) need_python; source scripts/bench-engine.sh; bench_engine "$@" ;;
+    engine) need_python; python3 scripts/parity/run.py bench ;;
     spawn) cargo run --release --package agl-controller --example spawn_latency -- "$@" ;;
     *) cat >&2 <<'HELP'
 ./x bench assembly   tokens per second from recorded calls to training rows

@@ -99,8 +99,7 @@ pub async fn up(args: UpArgs) -> anyhow::Result<()> {
 
 /// Runs all three parts in this process to the end of the training run. `again` is the command that continues it.
 pub async fn run_here(file: &RunFile, resume: bool, again: &str) -> anyhow::Result<RunSummary> {
-    std::fs::create_dir_all(&file.trainer.default_local_dir)
-        .map_err(|error| anyhow::anyhow!("{}: {error}", file.trainer.default_local_dir.display()))?;
+    create(&file.trainer.default_local_dir)?;
     let mut stack = Stack::start(file.gateway.clone(), file.controller.clone()).await?;
     let client = stack.client.clone();
     let result = tokio::select! {
@@ -132,7 +131,11 @@ async fn train_with(
     Ok(result?)
 }
 
-/// What a run came to, and what to do next.
+fn create(folder: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(folder).map_err(|error| anyhow::anyhow!("cannot create {}: {error}", folder.display()))
+}
+
+/// What a run came to.
 pub fn print_summary(summary: &RunSummary, file: &RunFile) {
     let reward = |value: Option<f64>| value.map_or_else(|| "not measured".to_owned(), |value| format!("{value:.3}"));
     let folder = &file.trainer.default_local_dir;
@@ -166,6 +169,10 @@ pub async fn serve(args: ServeArgs) -> anyhow::Result<()> {
     if let Some(key) = args.key {
         file.gateway.key = key;
     }
+    // The gateway may be the first part of a run to start.
+    if let Some(folder) = file.gateway.store.strip_prefix("sqlite:").and_then(|path| Path::new(path).parent()) {
+        create(folder)?;
+    }
     let gateway = Gateway::bind(file.gateway.clone()).await?;
     note(format!("gateway on http://{}, store {}", gateway.addr(), file.gateway.store));
     gateway.serve(interrupt()).await?;
@@ -189,7 +196,7 @@ pub async fn train(args: TrainArgs) -> anyhow::Result<()> {
     let file = RunFile::read(Some(path), &args.file.set)?;
     let client = args.elsewhere.client(&file)?;
     let folder = &file.trainer.default_local_dir;
-    std::fs::create_dir_all(folder).map_err(|error| anyhow::anyhow!("{}: {error}", folder.display()))?;
+    create(folder)?;
     let again = format!("agl train {} --resume", path.display());
     let summary = tokio::select! {
         result = train_with(file.settings(), client, args.resume, folder, &file) => result?,

@@ -39,6 +39,10 @@ pub struct SftArgs {
     /// Highest learning rate; it rises over the first twentieth of the updates and falls linearly to a tenth.
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
+    /// Learn the context too: the messages of user and tool, and what the template puts around them. A model that starts
+    /// from random weights learns to copy sooner.
+    #[arg(long)]
+    learn_context: bool,
     /// Weight decay.
     #[arg(long, default_value_t = 0.01)]
     weight_decay: f64,
@@ -70,7 +74,10 @@ fn train(args: &SftArgs) -> anyhow::Result<()> {
     } else {
         Engine::load(&args.model, config)?
     };
-    let rows = read_rows(&args.data, engine.tokenizer())?;
+    let mut rows = read_rows(&args.data, engine.tokenizer())?;
+    if args.learn_context {
+        rows.iter_mut().for_each(|row| row.mask.fill(true));
+    }
     let per_epoch = rows.len().div_ceil(args.batch_size);
     let total = per_epoch * args.epochs;
     let bar = ProgressBar::new(total as u64);

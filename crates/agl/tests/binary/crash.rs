@@ -1,21 +1,19 @@
 //! `kill -9` of each part in the middle of a run, with at least eight model calls in flight. The run goes on; no acknowledged
 //! event is missing; no rollout is trained twice in the lineage of the final weights.
 
-mod support;
-
 use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use support::{Running, agl, babbling_policy, eventually, free_port, get, pause, python, questions, test_agent};
+use crate::support::{Running, agl, babbling_policy, eventually, free_port, get, pause, python, questions, test_agent};
 
 const STEPS: u64 = 3;
 const GROUPS: usize = 4;
 const SIBLINGS: usize = 4;
 const IN_FLIGHT: u64 = 8;
-const LONG: Duration = Duration::from_secs(240);
+const LONG: Duration = Duration::from_secs(120);
 
 /// A run in three processes on the sqlite store.
 struct Run {
@@ -79,15 +77,22 @@ impl Run {
     /// Waits for the middle of the run: the first checkpoint is written, and calls are at the server.
     fn wait_for_calls_in_flight(&mut self) {
         let first = self.path().join("run/checkpoints/step-000001/state.json");
-        eventually("a first checkpoint", LONG, || {
-            assert!(!self.trainer.has_ended(), "the trainer ended early:\n{}", self.trainer.output());
-            first.exists()
+        self.wait_until("a first checkpoint is written", |_| first.exists());
+        self.wait_until("eight calls are in flight", |run| {
+            get(&run.url("proxy/state")).is_some_and(|state| state["inflight"].as_u64() >= Some(IN_FLIGHT))
         });
-        let state = self.url("proxy/state");
-        eventually("eight calls in flight", LONG, || {
-            assert!(!self.trainer.has_ended(), "the run is over already:\n{}", self.trainer.output());
-            get(&state).is_some_and(|state| state["inflight"].as_u64() >= Some(IN_FLIGHT))
-        });
+    }
+
+    fn wait_until(&mut self, what: &str, mut check: impl FnMut(&Self) -> bool) {
+        let deadline = Instant::now() + LONG;
+        while !check(self) {
+            let ended = [&mut self.gateway, &mut self.controller, &mut self.trainer].into_iter().any(Running::has_ended);
+            if ended || Instant::now() > deadline {
+                let outputs = [&self.gateway, &self.controller, &self.trainer].map(Running::output).join("\n--\n");
+                panic!("{}: {what}\n{outputs}", if ended { "a part ended before" } else { "not in time" });
+            }
+            pause(5);
+        }
     }
 
     fn finish(mut self) {

@@ -1,7 +1,5 @@
 //! Mistakes that people make: each has a message that names the thing and the remedy, and the right exit code.
 
-mod support;
-
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
@@ -9,7 +7,7 @@ use std::time::Duration;
 
 use agl_mock_llm::{Fault, FaultRule, MockLlm, Script};
 use serde_json::{Value, json};
-use support::{Running, agl, babbling_policy, eventually, free_port, get, http, python, questions, recipe};
+use crate::support::{Running, agl, babbling_policy, eventually, free_port, get, http, python, questions, recipe};
 
 const LIMIT: Duration = Duration::from_secs(90);
 
@@ -138,7 +136,7 @@ fn a_full_disk_is_an_error_and_not_a_lost_answer() {
     }
     let (status, answer) = refusal.expect("a megabyte holds no eight");
     assert!(status >= 500, "{status}");
-    contains_all(&answer.to_string(), &["gateway.db", "full"]);
+    contains_all(&answer.to_string(), &["no room left", "gateway.db", "free space"]);
     for id in &stored {
         assert!(get(&format!("{url}/api/rollouts/{id}")).is_some(), "{id} was acknowledged");
     }

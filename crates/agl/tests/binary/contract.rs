@@ -1,14 +1,12 @@
 //! Agents that were written for something else run unchanged, and their calls become exactly the rows of DESIGN §4.
 //! Gateway, controller and model server are the real ones, each its own process.
 
-mod support;
-
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use support::{Running, agl, babbling_policy, eventually, free_port, get, http, python, test_agent};
+use crate::support::{Running, agl, babbling_policy, eventually, free_port, get, http, python, test_agent};
 
 const LIMIT: Duration = Duration::from_secs(90);
 
@@ -115,7 +113,7 @@ fn an_agent_on_the_openai_package_needs_nothing_but_its_own_two_variables() {
     let sequences = stack.call("GET", &format!("api/rollouts/{id}/sequences"), None);
     assert_eq!(sequences["counts"]["live"], 2, "{sequences}");
     // The recipe's own variant of the same kind, tool loop included.
-    let config = json!({"process": {"argv": [python, support::recipe().join("agent_openai.py"), "{{ input.question }}"]}});
+    let config = json!({"process": {"argv": [python, crate::support::recipe().join("agent_openai.py"), "{{ input.question }}"]}});
     let id = stack.run(json!({"question": "What is 12 times 34 plus 5?"}), config);
     assert!(stack.cli(&["logs", &id]).contains("ANSWER:"));
 }
@@ -164,8 +162,8 @@ fn a_harness_with_a_sub_agent_and_a_rewritten_history_yields_exactly_its_rows() 
 fn a_rollout_can_be_listed_shown_and_read() {
     let stack = Stack::start();
     let config = json!({
-        "process": {"argv": [python(), "-S", "-E", support::recipe().join("agent.py"), "{{ input.question }}"]},
-        "evaluator": {"argv": [python(), "-S", "-E", support::recipe().join("evaluator.py")]},
+        "process": {"argv": [python(), "-S", "-E", crate::support::recipe().join("agent.py"), "{{ input.question }}"]},
+        "evaluator": {"argv": [python(), "-S", "-E", crate::support::recipe().join("evaluator.py")]},
         "reward_source": "evaluator",
     });
     let id = stack.run(json!({"question": "What is 12 times 34 plus 5?", "answer": 413}), config);

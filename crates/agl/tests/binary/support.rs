@@ -1,7 +1,5 @@
 //! What the tests of the binary share: processes that end with the test, ports, folders, a tiny policy.
 
-#![allow(dead_code, reason = "each test file uses its own part of this module")]
-
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -53,10 +51,6 @@ impl Running {
         let out = File::create(&log).unwrap();
         let child = command.stdout(out.try_clone().unwrap()).stderr(out).spawn().unwrap();
         Self { child, log, name: name.to_owned() }
-    }
-
-    pub fn id(&self) -> u32 {
-        self.child.id()
     }
 
     pub fn output(&self) -> String {

@@ -1,13 +1,11 @@
 //! The main job, a few steps of it: the plumbing, not the reward.
 
-mod support;
-
 use std::fs;
 use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Value;
-use support::{Running, agl, python, recipe};
+use crate::support::{Running, agl, python, recipe};
 
 #[test]
 fn a_short_quickstart_leaves_a_summary_a_picture_metrics_and_a_checkpoint_that_can_be_evaluated() {

@@ -1,0 +1,203 @@
+"""Compares the engine with transformers on fresh random models.
+
+Logits, greedy answers, two optimiser steps of the clipped policy gradient, saved checkpoints, chat templates; and whether
+the committed fixtures still say what transformers says. Run through `python3 scripts/parity/run.py`.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import models
+
+TOLERANCE = 1e-4
+LOSS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tis_cap=2.0, entropy_coeff=0.01, temperature=0.8)
+# A large eps makes the step a smooth function of the gradient, so that rounding near 0 cannot flip its sign.
+OPTIM = dict(lr=0.01, betas=[0.9, 0.95], eps=0.01, weight_decay=0.1, grad_clip=0.5)
+UPDATES = 2
+
+failures = []
+
+
+def check(what, difference, tolerance=TOLERANCE):
+    ok = difference <= tolerance
+    print(f"  {'ok  ' if ok else 'FAIL'} {what}: {difference:.2e} (allowed {tolerance:.0e})", flush=True)
+    if not ok:
+        failures.append(what)
+
+
+def same(what, ours, theirs):
+    print(f"  {'ok  ' if ours == theirs else 'FAIL'} {what}", flush=True)
+    if ours != theirs:
+        print(f"    engine:       {ours!r}\n    transformers: {theirs!r}")
+        failures.append(what)
+
+
+def distance(ours, theirs):
+    ours = torch.tensor(ours)
+    return (ours - theirs).abs().max().item() if ours.shape == theirs.shape else float("inf")
+
+
+def relative_distance(ours, theirs):
+    theirs = torch.tensor(theirs)
+    return distance((torch.tensor(ours) / theirs).tolist(), torch.ones_like(theirs))
+
+
+def training_rows(rng):
+    """Rows of uneven length with masks, both signs of advantage, and old log-probs far enough off to reach every clip."""
+    rows = []
+    for length in [17, 5, 40, 23, 11]:
+        mask = [i > 0 and rng.random() < 0.6 for i in range(length)]
+        mask[-1] = True
+        advantage = rng.choice([-1.0, 1.0]) * rng.uniform(0.5, 1.5)
+        rows.append(
+            dict(
+                ids=[rng.randrange(128) for _ in range(length)],
+                mask=mask,
+                weights=[rng.uniform(0.05, 0.15) if m else 0.0 for m in mask],
+                advantages=[advantage] * length,
+                old_log_probs=[0.0] * length,
+                rollout_log_probs=[0.0] * length,
+            )
+        )
+    return rows
+
+
+def with_old_log_probs(model, rows, rng):
+    for row in rows:
+        log_probs = token_log_probs(model, row["ids"])[0].tolist()
+        row["old_log_probs"] = [0.0] + [lp + rng.uniform(-0.6, 0.6) for lp in log_probs]
+        row["rollout_log_probs"] = [lp + rng.uniform(-1.0, 0.5) for lp in row["old_log_probs"]]
+    return rows
+
+
+def token_log_probs(model, ids):
+    """log-probs of ids[1:] and the entropy at each of their positions, at the loss's temperature."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].float() / LOSS["temperature"]
+    every = logits.log_softmax(-1)
+    return every.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+def torch_loss(model, rows):
+    total = 0.0
+    for row in rows:
+        pick = torch.tensor(row["mask"][1:])
+        tensor = lambda key: torch.tensor(row[key][1:])[pick]
+        log_probs, entropy = token_log_probs(model, row["ids"])
+        ratio = (log_probs[pick] - tensor("old_log_probs")).clamp(-20, 20).exp()
+        advantage = tensor("advantages")
+        plain = -advantage * ratio
+        clipped = -advantage * ratio.clamp(1 - LOSS["clip_ratio_low"], 1 + LOSS["clip_ratio_high"])
+        bounded = torch.min(torch.max(plain, clipped), -advantage * LOSS["clip_ratio_c"])
+        loss = torch.where(advantage < 0, bounded, torch.max(plain, clipped))
+        tis = (tensor("old_log_probs") - tensor("rollout_log_probs")).exp().clamp(max=LOSS["tis_cap"])
+        total = total + (tensor("weights") * (loss * tis - LOSS["entropy_coeff"] * entropy[pick])).sum()
+    return total
+
+
+def torch_updates(model, rows):
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=OPTIM["lr"], betas=OPTIM["betas"], eps=OPTIM["eps"], weight_decay=OPTIM["weight_decay"]
+    )
+    losses, norms = [], []
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        loss = torch_loss(model, rows)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM["grad_clip"]).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, norms
+
+
+def compare_model(name, seed, folder, probe):
+    print(f"{name} (seed {seed})")
+    rng = random.Random(seed)
+    model = models.make_model(name, seed)
+    tokenizer = models.make_tokenizer()
+    directory = folder / name
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    ids = models.token_ids(seed, 60)
+    prompt = models.token_ids(seed + 1, 9)
+    rows = with_old_log_probs(model, training_rows(rng), rng)
+    request = dict(ids=ids, prompt=prompt, new_tokens=40, rows=rows, loss=LOSS, optim=OPTIM, updates=UPDATES)
+    (directory / "request.json").write_text(json.dumps(request))
+    subprocess.run([probe, "model", directory], check=True)
+    answer = json.loads((directory / "answer.json").read_text())
+
+    check("logits", distance(answer["logits"], models.logits(model, ids)))
+    # How far each greedily sampled token is from the likeliest; not equality, since two tokens may be as good as tied.
+    scores = models.logits(model, prompt + answer["greedy"])[len(prompt) - 1 : -1]
+    chosen = scores.gather(1, torch.tensor(answer["greedy"])[:, None])[:, 0]
+    check("greedy answer", (scores.max(-1).values - chosen).max().item())
+    losses, norms = torch_updates(model, rows)
+    check("loss of each update", relative_distance(answer["losses"], losses), 1e-4)
+    check("gradient norm of each update", relative_distance(answer["grad_norms"], norms), 1e-4)
+    check("logits after the updates", distance(answer["logits_after"], models.logits(model, ids)), 5e-4)
+
+    saved = AutoModelForCausalLM.from_pretrained(directory / "saved").eval()
+    check("saved checkpoint in transformers", distance(answer["logits_after"], models.logits(saved, ids)))
+    difference = max((a - b).abs().max().item() for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+    check("saved parameters", difference, 2e-5)
+    half = AutoModelForCausalLM.from_pretrained(directory / "saved-bf16", dtype=torch.float32).eval()
+    check("saved bf16 checkpoint in transformers", distance(answer["logits_bf16"], models.logits(half, ids)))
+    again = AutoTokenizer.from_pretrained(directory / "saved")
+    text = 'the "name": <tool_call>\n~'
+    same("tokenizer of the saved checkpoint", again(text)["input_ids"], tokenizer(text)["input_ids"])
+    same("template of the saved checkpoint", again.chat_template, tokenizer.chat_template)
+
+
+def compare_templates(folder, probe):
+    print("chat templates")
+    tokenizer = models.make_tokenizer()
+    cases = models.render_cases(tokenizer)
+    for name in models.TEMPLATES:
+        directory = folder / f"template-{name}"
+        models.make_model("qwen3-tied", 0).save_pretrained(directory)
+        tokenizer.chat_template = models.template(name)
+        tokenizer.save_pretrained(directory)
+        chosen = [case for case in cases if case["template"] == name]
+        (directory / "request.json").write_text(json.dumps(chosen))
+        subprocess.run([probe, "templates", directory], check=True)
+        rendered = json.loads((directory / "answer.json").read_text())
+        for number, (ours, case) in enumerate(zip(rendered, chosen, strict=True)):
+            same(f"{name}, conversation {number}", ours, case["expected"])
+
+
+def compare_fixtures(fixtures):
+    print("committed fixtures")
+    for name in models.CONFIGS:
+        model = AutoModelForCausalLM.from_pretrained(fixtures / name).eval()
+        expected = json.loads((fixtures / name / "expected_logits.json").read_text())
+        check(name, distance(expected["logits"], models.logits(model, expected["ids"])), 1e-5)
+    committed = json.loads((fixtures / "chat_templates.json").read_text())
+    same("chat_templates.json", committed["cases"], models.render_cases(models.make_tokenizer()))
+
+
+def main(fixtures):
+    # The whole workspace, for the same features as its tests: nothing is compiled twice.
+    build = ["cargo", "build", "--quiet", "--workspace", "--example", "parity_probe", "--message-format=json"]
+    output = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True).stdout
+    probe = [json.loads(line).get("executable") for line in output.splitlines()]
+    probe = [path for path in probe if path][-1]
+    seed = random.SystemRandom().randrange(1, 2**31)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        for number, name in enumerate(models.CONFIGS):
+            compare_model(name, seed + number, folder, probe)
+        compare_templates(folder, probe)
+    compare_fixtures(fixtures)
+    if failures:
+        sys.exit(f"{len(failures)} comparison(s) failed: {', '.join(failures)}")
+    print("the engine agrees with transformers")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,170 @@
+"""Small random models and conversations, shared by the fixture maker and the live comparison."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+HERE = Path(__file__).parent
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+TEMPLATES = ["qwen3", "strict"]
+
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    # No pad token: transformers neither draws nor trains the embedding of one.
+    # Large enough that attention and logits are far from uniform: near-zero logits would agree by accident.
+    initializer_range=0.25,
+    rms_norm_eps=1e-6,
+    bos_token_id=0,
+    eos_token_id=2,
+)
+
+CONFIGS = {
+    "qwen3-tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, rope_theta=10000.0),
+    "qwen3-untied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False, rope_theta=1000000.0),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True, rope_theta=10000.0),
+    "llama": lambda: LlamaConfig(
+        **SIZES,
+        tie_word_embeddings=False,
+        rope_theta=500000.0,
+        rope_scaling=dict(
+            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        ),
+    ),
+}
+
+
+def make_tokenizer():
+    """Characters of printable ASCII, a few merges, and the markers of chat and tool calls."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.Fuse()
+    alphabet = [chr(c) for c in range(32, 127)] + ["\n"]
+    corpus = ['the sum of the answer is "name": "calculator", "arguments": {"expression": "1 + 2"}'] * 3
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(SPECIAL) + len(alphabet) + 14, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+    )
+    fast.chat_template = template("qwen3")
+    return fast
+
+
+def template(name):
+    return (HERE / "templates" / f"{name}.jinja").read_text()
+
+
+def make_model(name, seed):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
+                parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+            elif key.endswith("bias"):
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def token_ids(seed, length, vocab=128):
+    return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates <an> expression & answers \"it\" – exactly.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {"type": "string", "description": "such as 1 + 2"},
+                "precision": {"type": "number", "default": 1e-05, "maximum": 2.0, "nullable": True},
+            },
+            "required": ["expression"],
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+
+
+def call(name, arguments):
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+CONVERSATIONS = [
+    dict(messages=[{"role": "user", "content": "What is 1 + 2?"}]),
+    dict(messages=[{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": " Hi {{ x }} \n"}]),
+    dict(
+        messages=[
+            {"role": "system", "content": "Use tools."},
+            {"role": "user", "content": "What is 17 * 3?"},
+            {"role": "assistant", "content": None, "tool_calls": [call("calculator", {"expression": "17 * 3"})]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "51"},
+        ],
+        tools=[CALCULATOR],
+    ),
+    dict(
+        messages=[
+            {"role": "user", "content": "Twice."},
+            {
+                "role": "assistant",
+                "content": "Let me see.",
+                "tool_calls": [call("calculator", {"expression": "é\"\\\n", "precision": 2.0}), call("clock", {})],
+            },
+            {"role": "tool", "content": "1"},
+            {"role": "tool", "content": "noon"},
+            {"role": "assistant", "content": "It is 1 at noon."},
+            {"role": "user", "content": "Thanks"},
+        ],
+        tools=[CALCULATOR, CLOCK],
+    ),
+    dict(
+        messages=[
+            {"role": "user", "content": "Think."},
+            {"role": "assistant", "content": "<think>\nhard\n</think>\n\nDone."},
+            {"role": "user", "content": "Again."},
+            {"role": "assistant", "content": "<think>\nharder\n</think>\n\nDone again."},
+        ],
+        add_generation_prompt=False,
+    ),
+    dict(messages=[{"role": "user", "content": "No thinking."}], variables={"enable_thinking": False}),
+]
+
+
+def render_cases(tokenizer):
+    """Every conversation under every template, as transformers renders it."""
+    cases = []
+    for name in TEMPLATES:
+        for conversation in CONVERSATIONS:
+            text = tokenizer.apply_chat_template(
+                conversation["messages"],
+                tools=conversation.get("tools"),
+                add_generation_prompt=conversation.get("add_generation_prompt", True),
+                chat_template=template(name),
+                tokenize=False,
+                **conversation.get("variables", {}),
+            )
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text.isascii() else None
+            cases.append(dict(template=name, **conversation, expected=text, expected_ids=ids))
+    return cases
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
