@@ -3,7 +3,7 @@
 run_check() {
   local name="${1:-}"; shift || true
   case "$name" in
-    learning|controls|processes) need_rust; need_python; cargo build --release --package agl; "check_$name" "$@" ;;
+    learning|controls|processes) need_rust; need_python; build; "check_$name" "$@" ;;
     *) cat >&2 <<'HELP'
 ./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
 ./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned

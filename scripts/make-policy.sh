@@ -2,7 +2,7 @@
 
 make_policy() {
   need_rust; need_python
-  cargo build --release --package agl
+  build
   local work=target/make-policy recipe=recipes/calculator
   rm -rf "$work"; mkdir -p "$work"
   python3 $recipe/demonstrations.py --seed 1 --n 48000 >"$work/demonstrations.jsonl"

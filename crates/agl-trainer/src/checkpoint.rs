@@ -241,7 +241,8 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Trai
 
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, TrainerError> {
     let text = fs::read(path).map_err(TrainerError::io(path))?;
-    serde_json::from_slice(&text).map_err(|error| TrainerError::State { path: path.to_owned(), what: error.to_string() })
+    serde_json::from_slice(&text)
+        .map_err(|error| TrainerError::State { path: path.to_owned(), what: error.to_string() })
 }
 
 #[cfg(test)]

@@ -144,10 +144,18 @@ impl Exclusion {
     #[must_use]
     pub fn remedy(self) -> &'static str {
         match self {
-            Self::Infrastructure => "their infrastructure failed in every attempt; see `agl rollouts show ID` and `agl rollouts logs ID`",
-            Self::NoCalls => "the gateway saw no model call of them: does the harness use OPENAI_BASE_URL or AGL_OPENAI_BASE_URL? See `agl rollouts logs ID`",
-            Self::NoTokenIds => "the model server returned no token ids: serve the policy with vLLM's return_token_ids or with `agl models serve`",
-            Self::NoLogProbs => "the model server returned no log-probs: set gateway.default_proxy.include_log_probs = true",
+            Self::Infrastructure => {
+                "their infrastructure failed in every attempt; see `agl rollouts show ID` and `agl rollouts logs ID`"
+            }
+            Self::NoCalls => {
+                "the gateway saw no model call of them: does the harness use OPENAI_BASE_URL or AGL_OPENAI_BASE_URL? See `agl rollouts logs ID`"
+            }
+            Self::NoTokenIds => {
+                "the model server returned no token ids: serve the policy with vLLM's return_token_ids or with `agl models serve`"
+            }
+            Self::NoLogProbs => {
+                "the model server returned no log-probs: set gateway.default_proxy.include_log_probs = true"
+            }
             Self::Cancelled => "they were cancelled",
             Self::NoReward => "no reward was posted: does the evaluator, or the agent, post to AGL_EVENT_URL?",
         }
@@ -167,7 +175,13 @@ pub struct Collector {
 impl Collector {
     /// Opens the watch.
     #[must_use]
-    pub fn new(client: GatewayClient, level: Level, fill: f64, on_missing: OnMissingReward, wait_limit: Duration) -> Self {
+    pub fn new(
+        client: GatewayClient,
+        level: Level,
+        fill: f64,
+        on_missing: OnMissingReward,
+        wait_limit: Duration,
+    ) -> Self {
         let changes = client.watch(None);
         Self { client, changes, level, fill, on_missing, wait_limit }
     }
@@ -194,7 +208,9 @@ impl Collector {
         let mut last_end = Instant::now();
         let mut recheck = Instant::now() + FIRST_RECHECK;
         while collected.len() < ids.len() {
-            while fetching.len() < FETCHES && let Some(rollout) = ended.pop() {
+            while fetching.len() < FETCHES
+                && let Some(rollout) = ended.pop()
+            {
                 fetching.push(fetch(self.client.clone(), rollout, self.level, self.fill, self.on_missing));
             }
             tokio::select! {
@@ -250,7 +266,13 @@ impl Collector {
         if idle < RECHECK {
             return Ok(());
         }
-        tracing::info!(open = open.len(), of = creates.len(), idle_seconds = idle.as_secs(), example, "waiting for rollouts");
+        tracing::info!(
+            open = open.len(),
+            of = creates.len(),
+            idle_seconds = idle.as_secs(),
+            example,
+            "waiting for rollouts"
+        );
         let own_limit = creates
             .iter()
             .filter_map(|create| create.config.as_ref())
@@ -283,7 +305,14 @@ fn ended_by(change: Change) -> Option<Rollout> {
 
 /// A stand-in for a rollout that somebody deleted while it was waited for.
 fn deleted(rollout_id: &str) -> Rollout {
-    let create = RolloutCreate { input: Value::Null, is_train: true, config: None, metadata: None, rollout_id: None, retry_of: None };
+    let create = RolloutCreate {
+        input: Value::Null,
+        is_train: true,
+        config: None,
+        metadata: None,
+        rollout_id: None,
+        retry_of: None,
+    };
     let mut rollout = Rollout::new(create, rollout_id.to_owned(), 0.0);
     rollout.status.state = RolloutState::Failed;
     rollout.status.error_message = Some("deleted".into());
@@ -373,7 +402,10 @@ mod tests {
 
     #[test]
     fn dead_infrastructure_is_left_out_even_where_a_reward_was_posted() {
-        assert_eq!(judged(2, Some(0.0), Some(FailureClass::Infrastructure)), Verdict::Excluded(Exclusion::Infrastructure));
+        assert_eq!(
+            judged(2, Some(0.0), Some(FailureClass::Infrastructure)),
+            Verdict::Excluded(Exclusion::Infrastructure)
+        );
     }
 
     #[test]
@@ -403,7 +435,8 @@ mod tests {
         let creates = launch.rollouts(&[task("a"), task("b"), task("a")]);
         let ids: HashSet<_> = creates.iter().map(|create| create.rollout_id.clone()).collect();
         assert_eq!(ids.len(), 9);
-        let groups: HashSet<_> = creates.iter().map(|create| create.metadata.as_ref().unwrap()["group"].clone()).collect();
+        let groups: HashSet<_> =
+            creates.iter().map(|create| create.metadata.as_ref().unwrap()["group"].clone()).collect();
         assert_eq!(groups.len(), 3, "the same task twice in a batch makes two groups");
     }
 }

@@ -28,12 +28,7 @@ pub struct ModelConfig {
 
 impl Default for ModelConfig {
     fn default() -> Self {
-        Self {
-            path: PathBuf::from("policy"),
-            name: "policy".into(),
-            listen: "127.0.0.1:0".into(),
-            advertise_url: None,
-        }
+        Self { path: PathBuf::from("policy"), name: "policy".into(), listen: "127.0.0.1:0".into(), advertise_url: None }
     }
 }
 
@@ -55,7 +50,13 @@ pub struct DataConfig {
 
 impl Default for DataConfig {
     fn default() -> Self {
-        Self { train_files: Vec::new(), val_files: Vec::new(), train_batch_size: 8, val_batch_size: None, shuffle: true }
+        Self {
+            train_files: Vec::new(),
+            val_files: Vec::new(),
+            train_batch_size: 8,
+            val_batch_size: None,
+            shuffle: true,
+        }
     }
 }
 
@@ -309,13 +310,19 @@ pub fn check(
         return refuse("data.train_batch_size", "is 0; a step needs at least one prompt group");
     }
     if rollout.n < 2 {
-        return refuse("rollout.n", "is below 2; an advantage compares the rollouts of one prompt, so a group needs two");
+        return refuse(
+            "rollout.n",
+            "is below 2; an advantage compares the rollouts of one prompt, so a group needs two",
+        );
     }
     if rollout.val_n == 0 {
         return refuse("rollout.val_n", "is 0; use at least 1");
     }
     if rollout.process.is_none() && rollout.local.is_none() {
-        return refuse("rollout.process", "is missing; say which agent to run, e.g. argv = [\"python3\", \"agent.py\"]");
+        return refuse(
+            "rollout.process",
+            "is missing; say which agent to run, e.g. argv = [\"python3\", \"agent.py\"]",
+        );
     }
     if rollout.process.is_some() && rollout.local.is_some() {
         return refuse("rollout.local", "and rollout.process are both given; a rollout runs one agent");

@@ -182,7 +182,10 @@ mod tests {
             SerializedFileWriter::new(out, schema.into(), WriterProperties::builder().build().into()).unwrap();
         let mut group = writer.next_row_group().unwrap();
         let mut column = group.next_column().unwrap().unwrap();
-        column.typed::<ByteArrayType>().write_batch(&[ByteArray::from("1 + 1?"), ByteArray::from("2 + 3?")], None, None).unwrap();
+        column
+            .typed::<ByteArrayType>()
+            .write_batch(&[ByteArray::from("1 + 1?"), ByteArray::from("2 + 3?")], None, None)
+            .unwrap();
         column.close().unwrap();
         let mut column = group.next_column().unwrap().unwrap();
         column.typed::<Int64Type>().write_batch(&[2, 5], None, None).unwrap();

@@ -60,7 +60,9 @@ pub enum TrainerError {
         path: PathBuf,
     },
     /// Rollouts did not end in time.
-    #[error("{open} of {all} rollouts did not end within {waited} s ({example} for one); is a controller running, and does it reach the gateway?")]
+    #[error(
+        "{open} of {all} rollouts did not end within {waited} s ({example} for one); is a controller running, and does it reach the gateway?"
+    )]
     Waited {
         /// How many are open.
         open: usize,

@@ -104,7 +104,10 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>, TrainerError> {
             Ok(step) => steps.push(step),
             Err(_) if !text.ends_with('\n') && number + 1 == text.lines().count() => {}
             Err(error) => {
-                return Err(TrainerError::State { path: path.to_owned(), what: format!("line {}: {error}", number + 1) });
+                return Err(TrainerError::State {
+                    path: path.to_owned(),
+                    what: format!("line {}: {error}", number + 1),
+                });
             }
         }
     }

@@ -134,7 +134,8 @@ mod tests {
         assert_eq!(events.len(), 2);
         assert!(events[0].ends_with(b"brain.Event:2"));
         // After the wall time: step 300 as a varint, then a summary with one named float.
-        let expected = [&[0x10, 0xac, 0x02, 0x2a, 15, 0x0a, 13, 0x0a, 6][..], b"reward", &[0x15], &0.5_f32.to_le_bytes()].concat();
+        let expected =
+            [&[0x10, 0xac, 0x02, 0x2a, 15, 0x0a, 13, 0x0a, 6][..], b"reward", &[0x15], &0.5_f32.to_le_bytes()].concat();
         assert_eq!(events[1][9..], expected);
     }
 

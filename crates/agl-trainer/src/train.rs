@@ -10,6 +10,7 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
+use crate::TrainerError;
 use crate::checkpoint::{CheckpointState, RunFolder, RunIdentity, Totals, write_json};
 use crate::collect::{Collected, Collector, Launch};
 use crate::config::{ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RolloutSection, TrainerConfig, check};
@@ -19,7 +20,6 @@ use crate::metrics::{MetricsLog, StepMetrics};
 use crate::picture::reward_curve;
 use crate::serving::Serving;
 use crate::update::Samples;
-use crate::TrainerError;
 
 /// Everything a run is configured by.
 #[derive(Clone, Debug, Default)]
@@ -418,7 +418,8 @@ impl Trainer {
 
     /// True after a step with a checkpoint or validation every `frequency` steps, and after the last.
     fn is_due(&self, frequency: u64) -> bool {
-        self.step == self.settings.trainer.total_training_steps || (frequency > 0 && self.step.is_multiple_of(frequency))
+        self.step == self.settings.trainer.total_training_steps
+            || (frequency > 0 && self.step.is_multiple_of(frequency))
     }
 
     fn validation_is_due(&self) -> bool {
@@ -435,9 +436,8 @@ impl Trainer {
 
     async fn finish(self) -> Result<RunSummary, TrainerError> {
         let steps = if self.folder.file("metrics.jsonl").exists() { self.log.steps()? } else { Vec::new() };
-        let validated = |step: u64, name: &str| {
-            steps.iter().rev().filter(|line| line.step == step).find_map(|line| line.get(name))
-        };
+        let validated =
+            |step: u64, name: &str| steps.iter().rev().filter(|line| line.step == step).find_map(|line| line.get(name));
         let totals = &self.totals;
         let per = |amount: u64, seconds: f64| if seconds > 0.0 { amount as f64 / seconds } else { 0.0 };
         let summary = RunSummary {
@@ -523,8 +523,9 @@ fn describe_credit(metrics: &mut StepMetrics, samples: &Samples, advantages: &ag
 
 /// Means over the updates of a step.
 fn describe_updates(metrics: &mut StepMetrics, stats: &[UpdateStats]) {
+    type Column = fn(&UpdateStats) -> f64;
     metrics.set("actor/updates", stats.len() as f64);
-    let columns: [(&str, fn(&UpdateStats) -> f64); 7] = [
+    let columns: [(&str, Column); 7] = [
         ("actor/loss", |update| update.loss),
         ("actor/grad_norm", |update| update.grad_norm),
         ("actor/clip_fraction", |update| update.clip_fraction),

@@ -93,7 +93,9 @@ impl Samples {
             .collect();
         let candidates: Vec<_> = usable
             .iter()
-            .map(|&index| Candidate { zero_variance: advantages.zero_variance_groups.contains(&self.samples[index].group) })
+            .map(|&index| Candidate {
+                zero_variance: advantages.zero_variance_groups.contains(&self.samples[index].group),
+            })
             .collect();
         let rules = BatchRules {
             mini_batch_size: actor.ppo_mini_batch_size.unwrap_or(usable.len().max(1)),
@@ -114,10 +116,8 @@ impl Samples {
     pub fn rows(&self, update: &[usize], advantages: &Advantages, actor: &ActorConfig) -> Vec<TrainRow> {
         let rows: Vec<(usize, &Sequence)> =
             update.iter().flat_map(|&index| self.samples[index].rows.iter().map(move |row| (index, row))).collect();
-        let counted: Vec<_> = rows
-            .iter()
-            .map(|&(rollout, row)| RowTokens { rollout, trained: row.trained_tokens() })
-            .collect();
+        let counted: Vec<_> =
+            rows.iter().map(|&(rollout, row)| RowTokens { rollout, trained: row.trained_tokens() }).collect();
         let weights = token_weights(&counted, actor.loss_agg_mode);
         rows.into_iter()
             .zip(weights)

@@ -197,7 +197,8 @@ mod tests {
 
     #[test]
     fn the_gateway_follows_the_policy_s_name_and_the_sampling_temperatures_unless_told_otherwise() {
-        let file = read("[model]\nname = \"mine\"\n[rollout]\ntemperature = 0.5\nval_temperature = 0.25\n", &[]).unwrap();
+        let file =
+            read("[model]\nname = \"mine\"\n[rollout]\ntemperature = 0.5\nval_temperature = 0.25\n", &[]).unwrap();
         let proxy = &file.gateway.default_proxy;
         assert_eq!((proxy.model_name.as_str(), proxy.train.temperature, proxy.val.temperature), ("mine", 0.5, 0.25));
         let file = read("[model]\nname = \"mine\"\n", &["gateway.default_proxy.model_name=other"]).unwrap();

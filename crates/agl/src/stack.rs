@@ -37,15 +37,17 @@ impl Stack {
         let address = gateway.addr();
         let client = GatewayClient::new(&format!("http://{address}"), &key)?;
         let (stop, stopped) = oneshot::channel::<()>();
-        let task = tokio::spawn(async move {
-            gateway.serve(async { drop(stopped.await) }).await.context("the gateway ended")
-        });
+        let task =
+            tokio::spawn(
+                async move { gateway.serve(async { drop(stopped.await) }).await.context("the gateway ended") },
+            );
         let gateway = Part { stop, task };
         let (stop, stopped) = oneshot::channel::<()>();
         let runner = Controller::new(controller, client.clone());
-        let task = tokio::spawn(async move {
-            runner.run(async { drop(stopped.await) }).await.context("the controller ended")
-        });
+        let task =
+            tokio::spawn(
+                async move { runner.run(async { drop(stopped.await) }).await.context("the controller ended") },
+            );
         Ok(Self { client, gateway, controller: Part { stop, task } })
     }
 

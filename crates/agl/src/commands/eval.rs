@@ -89,9 +89,15 @@ pub async fn eval(args: EvalArgs) -> anyhow::Result<()> {
     if let Some(folder) = &args.out {
         let lines: Result<Vec<_>, _> = evaluation.tasks.iter().map(serde_json::to_string).collect();
         let path = folder.join("results.jsonl");
-        std::fs::write(&path, lines?.join("\n") + "\n").map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
+        std::fs::write(&path, lines?.join("\n") + "\n")
+            .map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
     }
-    if args.json { json(&evaluation) } else { print(&evaluation); Ok(()) }
+    if args.json {
+        json(&evaluation)
+    } else {
+        print(&evaluation);
+        Ok(())
+    }
 }
 
 async fn evaluate(
@@ -156,26 +162,44 @@ fn print(evaluation: &Evaluation) {
         *rewards.entry(reward).or_default() += 1;
     }
     line("");
-    table(&["reward", "rollouts"], &rewards.into_iter().map(|(reward, count)| vec![reward, count.to_string()]).collect::<Vec<_>>());
+    table(
+        &["reward", "rollouts"],
+        &rewards.into_iter().map(|(reward, count)| vec![reward, count.to_string()]).collect::<Vec<_>>(),
+    );
     line(format!(
         "\nmean reward {:.4} ± {:.4} (standard error) on {} rollouts, {} left out, {:.2} calls per solved one",
-        evaluation.reward, evaluation.standard_error, evaluation.rollouts, evaluation.excluded, evaluation.calls_per_solved,
+        evaluation.reward,
+        evaluation.standard_error,
+        evaluation.rollouts,
+        evaluation.excluded,
+        evaluation.calls_per_solved,
     ));
 }
 
 /// The Hugging Face directory of a checkpoint.
 fn policy_of(checkpoint: &Path) -> anyhow::Result<PathBuf> {
-    [checkpoint.join("policy"), checkpoint.to_owned()].into_iter().find(|folder| folder.join("config.json").is_file()).ok_or_else(
-        || usage(format!("{}: neither a checkpoint nor a model directory: there is no config.json", checkpoint.display())),
-    )
+    [checkpoint.join("policy"), checkpoint.to_owned()]
+        .into_iter()
+        .find(|folder| folder.join("config.json").is_file())
+        .ok_or_else(|| {
+            usage(format!(
+                "{}: neither a checkpoint nor a model directory: there is no config.json",
+                checkpoint.display()
+            ))
+        })
 }
 
 /// `OUT/run.toml` for `OUT/checkpoints/step-000040` and for its `policy` folder.
 fn run_file_of(checkpoint: &Path) -> anyhow::Result<PathBuf> {
     let place = checkpoint.canonicalize().unwrap_or_else(|_| checkpoint.to_owned());
-    place.ancestors().skip(1).take(3).map(|folder| folder.join("run.toml")).find(|path| path.is_file()).ok_or_else(|| {
-        usage(format!("{}: no run.toml beside it; say which agent to run with --run RUN.TOML", checkpoint.display()))
-    })
+    place.ancestors().skip(1).take(3).map(|folder| folder.join("run.toml")).find(|path| path.is_file()).ok_or_else(
+        || {
+            usage(format!(
+                "{}: no run.toml beside it; say which agent to run with --run RUN.TOML",
+                checkpoint.display()
+            ))
+        },
+    )
 }
 
 /// The folder that rollouts run in, removed at the end unless it was asked for.

@@ -127,7 +127,9 @@ async fn unpack(out: &Path, args: &QuickstartArgs) -> anyhow::Result<RunFile> {
     let mut file = RunFile::read(Some(&recipe.join("run.toml")), &overrides)?;
     let agent = file.rollout.process.as_mut().map(|process| &mut process.argv);
     let evaluator = file.rollout.evaluator.as_mut().map(|evaluator| &mut evaluator.argv);
-    for program in agent.into_iter().chain(evaluator).filter_map(|argv| argv.first_mut()).filter(|program| *program == "python3") {
+    for program in
+        agent.into_iter().chain(evaluator).filter_map(|argv| argv.first_mut()).filter(|program| *program == "python3")
+    {
         program.clone_from(&python);
     }
     Ok(file)
@@ -150,9 +152,12 @@ fn settings_of(out: &Path, args: &QuickstartArgs) -> anyhow::Result<RunFile> {
 
 /// The Python interpreter itself: a version manager's shim would cost a tenth of a second at each of thousands of starts.
 async fn interpreter() -> anyhow::Result<String> {
-    let asked = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).stdin(Stdio::null()).output().await;
+    let asked =
+        Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).stdin(Stdio::null()).output().await;
     let asked = asked.map_err(|error| {
-        usage(format!("python3 cannot be started ({error}); the calculator agent is a Python program: install Python 3"))
+        usage(format!(
+            "python3 cannot be started ({error}); the calculator agent is a Python program: install Python 3"
+        ))
     })?;
     let path = String::from_utf8_lossy(&asked.stdout).trim().to_owned();
     if path.is_empty() {

@@ -121,7 +121,12 @@ pub async fn rollouts(command: RolloutsCommand) -> anyhow::Result<()> {
             let states = if states.is_empty() { RolloutState::ALL.to_vec() } else { states };
             let client = gateway.client()?;
             let found = client.list_rollouts(&states, limit, after.as_deref(), run.as_deref()).await?;
-            if as_json { json(&found) } else { list(&found, limit); Ok(()) }
+            if as_json {
+                json(&found)
+            } else {
+                list(&found, limit);
+                Ok(())
+            }
         }
         RolloutsCommand::Show { gateway, id, json: as_json } => show(&gateway.client()?, &id, as_json).await,
         RolloutsCommand::Events { gateway, id, event_type, triplet } => {
@@ -198,12 +203,17 @@ async fn show(client: &GatewayClient, id: &str, as_json: bool) -> anyhow::Result
     let attempts = client.list_attempts(id).await?;
     let events = client.events(id, None, EventFormat::Raw).await?;
     if as_json {
-        let attempts: Vec<_> = attempts.iter().map(|detail| object!({"attempt": detail.attempt, "calls": detail.calls})).collect();
+        let attempts: Vec<_> =
+            attempts.iter().map(|detail| object!({"attempt": detail.attempt, "calls": detail.calls})).collect();
         return json(&object!({"rollout": rollout, "attempts": attempts, "events": events}));
     }
     let status = &rollout.status;
     line(format!("rollout   {}", rollout.rollout_id));
-    line(format!("state     {}{}", status.state, status.error_message.as_ref().map_or(String::new(), |why| format!(": {why}"))));
+    line(format!(
+        "state     {}{}",
+        status.state,
+        status.error_message.as_ref().map_or(String::new(), |why| format!(": {why}"))
+    ));
     line(format!("mode      {}", rollout.mode()));
     line(format!("reward    {}", outcome(&events).map_or_else(|| "none".to_owned(), |reward| reward.to_string())));
     if let Some(consumed) = &rollout.consumed {
@@ -238,7 +248,10 @@ async fn logs(client: &GatewayClient, id: &str, attempt: Option<&str>, evaluator
         }));
     };
     let Some(folder) = detail.attempt.runner.get("dir").and_then(|folder| folder.as_str()) else {
-        anyhow::bail!("attempt {} of {id} was not run by an agl controller: its logs are not known here", detail.attempt.attempt_id);
+        anyhow::bail!(
+            "attempt {} of {id} was not run by an agl controller: its logs are not known here",
+            detail.attempt.attempt_id
+        );
     };
     let names = if evaluator { ["evaluator.stdout.log", "evaluator.stderr.log"] } else { ["stdout.log", "stderr.log"] };
     for name in names {

@@ -43,6 +43,9 @@ pub struct SftArgs {
     /// from random weights learns to copy sooner.
     #[arg(long)]
     learn_context: bool,
+    /// Take the transcripts in the order of the file: a curriculum.
+    #[arg(long)]
+    keep_order: bool,
     /// Weight decay.
     #[arg(long, default_value_t = 0.01)]
     weight_decay: f64,
@@ -68,7 +71,7 @@ fn train(args: &SftArgs) -> anyhow::Result<()> {
     if args.batch_size == 0 || args.epochs == 0 {
         return Err(usage("--batch-size and --epochs are at least 1"));
     }
-    let config = EngineConfig { micro_batch_tokens: 8192, ..EngineConfig::default() };
+    let config = EngineConfig::default();
     let engine = if args.from_scratch {
         Engine::init(&args.model.join("config.json"), &args.model, args.seed, config)?
     } else {
@@ -87,7 +90,9 @@ fn train(args: &SftArgs) -> anyhow::Result<()> {
     let mut average = None;
     for _ in 0..args.epochs {
         let mut indexes: Vec<usize> = (0..rows.len()).collect();
-        indexes.shuffle(&mut rng);
+        if !args.keep_order {
+            indexes.shuffle(&mut rng);
+        }
         for batch in indexes.chunks(args.batch_size) {
             let optim = OptimConfig {
                 lr: args.lr * schedule(update, total),
@@ -102,13 +107,22 @@ fn train(args: &SftArgs) -> anyhow::Result<()> {
             bar.set_message(format!("{:.4}", average.unwrap_or(stats.loss)));
             bar.inc(1);
             if bar.is_hidden() && update % 50 == 0 {
-                line(format!("update {update}/{total}  loss {:.4}  {:.0} tokens/s", average.unwrap_or(0.0), stats.tokens as f64 / stats.seconds));
+                line(format!(
+                    "update {update}/{total}  loss {:.4}  {:.0} tokens/s",
+                    average.unwrap_or(0.0),
+                    stats.tokens as f64 / stats.seconds
+                ));
             }
         }
     }
     bar.finish_and_clear();
     engine.save(&args.out)?;
-    line(format!("{} transcripts, {total} updates, loss {:.4}: {}", rows.len(), average.unwrap_or(0.0), args.out.display()));
+    line(format!(
+        "{} transcripts, {total} updates, loss {:.4}: {}",
+        rows.len(),
+        average.unwrap_or(0.0),
+        args.out.display()
+    ));
     Ok(())
 }
 
@@ -139,7 +153,8 @@ fn read_rows(path: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<Vec<Row>>
     let mut rows = Vec::new();
     for (number, entry) in text.lines().enumerate().filter(|(_, entry)| !entry.trim().is_empty()) {
         let place = || format!("{} line {}", path.display(), number + 1);
-        let transcript: Transcript = serde_json::from_str(entry).map_err(|error| usage(format!("{}: {error}", place())))?;
+        let transcript: Transcript =
+            serde_json::from_str(entry).map_err(|error| usage(format!("{}: {error}", place())))?;
         rows.extend(rows_of(&transcript, tokenizer).map_err(|error| usage(format!("{}: {error}", place())))?);
     }
     if rows.is_empty() {
@@ -166,7 +181,8 @@ fn rows_of(transcript: &Transcript, tokenizer: &ChatTokenizer) -> anyhow::Result
             anyhow::bail!("message {index}: the chat template does not render it behind its own prompt");
         };
         // What the template puts behind the end of the turn belongs to the next prompt.
-        let end = eos.iter().filter_map(|eos| said.find(eos.as_str()).map(|at| at + eos.len())).min().unwrap_or(said.len());
+        let end =
+            eos.iter().filter_map(|eos| said.find(eos.as_str()).map(|at| at + eos.len())).min().unwrap_or(said.len());
         let said = &said[..end];
         let context = match prompt.strip_prefix(&so_far) {
             Some(context) if !rows.is_empty() => context,

@@ -49,8 +49,7 @@ fn every_path_and_symbol_that_the_map_names_exists() {
 fn every_arrow_of_the_picture_has_a_row_in_the_table_and_the_other_way_round() {
     let page = page();
     let picture = page.split("```text").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
-    let rows: BTreeSet<&str> =
-        page.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
+    let rows: BTreeSet<&str> = page.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
     let arrows: BTreeSet<&str> = picture.split('[').skip(1).filter_map(|rest| rest.split(']').next()).collect();
     assert!(arrows.len() > 10, "the picture's arrows carry their names in brackets: {arrows:?}");
     assert_eq!(arrows, rows, "the picture's arrows and the table's rows");

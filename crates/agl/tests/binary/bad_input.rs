@@ -5,9 +5,9 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::support::{Running, agl, babbling_policy, eventually, free_port, get, http, python, questions, recipe};
 use agl_mock_llm::{Fault, FaultRule, MockLlm, Script};
 use serde_json::{Value, json};
-use crate::support::{Running, agl, babbling_policy, eventually, free_port, get, http, python, questions, recipe};
 
 const LIMIT: Duration = Duration::from_secs(90);
 
@@ -85,11 +85,17 @@ fn a_port_in_use_is_named_with_the_remedy() {
 fn a_database_of_another_version_is_refused_and_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let database = folder.path().join("gateway.db");
-    let made = format!("import sqlite3; c = sqlite3.connect({:?}); c.execute('PRAGMA user_version = 999'); c.commit()", database.display().to_string());
+    let made = format!(
+        "import sqlite3; c = sqlite3.connect({:?}); c.execute('PRAGMA user_version = 999'); c.commit()",
+        database.display().to_string()
+    );
     assert!(std::process::Command::new(python()).args(["-c", &made]).status().unwrap().success());
     let before = fs::read(&database).unwrap();
     let store = format!("sqlite:{}", database.display());
-    contains_all(&refused(&["serve", "--listen", "127.0.0.1:0", "--store", &store], 1), &["gateway.db", "999", "version"]);
+    contains_all(
+        &refused(&["serve", "--listen", "127.0.0.1:0", "--store", &store], 1),
+        &["gateway.db", "999", "version"],
+    );
     assert_eq!(fs::read(&database).unwrap(), before);
 }
 
@@ -124,7 +130,8 @@ fn a_full_disk_is_an_error_and_not_a_lost_answer() {
     let mut refusal = None;
     for number in 0..400 {
         // Random text, so that compression does not save the day.
-        let noise: String = (0..20_000_u64).map(|i| char::from(33 + (i.wrapping_mul(number * 7919 + 31) % 89) as u8)).collect();
+        let noise: String =
+            (0..20_000_u64).map(|i| char::from(33 + (i.wrapping_mul(number * 7919 + 31) % 89) as u8)).collect();
         let body = json!([{"rollout_id": format!("r{number}"), "input": noise}]);
         let (status, answer) = http("POST", &format!("{url}/api/rollouts"), "", Some(&body)).unwrap();
         if status == 201 {

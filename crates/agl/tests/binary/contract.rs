@@ -5,8 +5,8 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use serde_json::{Value, json};
 use crate::support::{Running, agl, babbling_policy, eventually, free_port, get, http, python, test_agent};
+use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(90);
 
@@ -88,13 +88,16 @@ fn an_agent_written_for_agent_lightning_runs_unchanged() {
     let stack = Stack::start();
     let agents = test_agent("");
     // `config.local` as the original's trainer sends it: a class, and variables out of the input.
-    let config = json!({"local": {"agent_class": "lightning:Agent", "env_map": {"TASK": "input", "PYTHONPATH": agents}}});
+    let config =
+        json!({"local": {"agent_class": "lightning:Agent", "env_map": {"TASK": "input", "PYTHONPATH": agents}}});
     let id = stack.run(json!({"question": "1 + 1?", "data_id": "q"}), config);
     let events = stack.call("GET", &format!("api/rollouts/{id}/events"), None);
-    let types: Vec<&str> = events.as_array().unwrap().iter().map(|event| event["event_type"].as_str().unwrap()).collect();
+    let types: Vec<&str> =
+        events.as_array().unwrap().iter().map(|event| event["event_type"].as_str().unwrap()).collect();
     assert_eq!(types, ["model_request", "reward"]);
     assert_eq!(events[1]["data"]["value"], 0.25);
-    let triplets = stack.call("GET", &format!("api/rollouts/{id}/events?event_type=model_request&format=triplet"), None);
+    let triplets =
+        stack.call("GET", &format!("api/rollouts/{id}/events?event_type=model_request&format=triplet"), None);
     let triplet = &triplets[0]["data"];
     let sampled = triplet["response_token_ids"].as_array().unwrap().len();
     assert!(sampled > 0 && triplet["response_log_probs"].as_array().unwrap().len() == sampled, "{triplet}");
@@ -170,7 +173,9 @@ fn a_rollout_can_be_listed_shown_and_read() {
     let listed = stack.cli(&["list", "--state", "succeeded"]);
     assert!(listed.contains(&id), "{listed}");
     let shown = stack.cli(&["show", &id]);
-    for expected in ["state     succeeded", "reward    ", "system  Answer", "user  What is 12 times 34 plus 5?", "── call 0"] {
+    for expected in
+        ["state     succeeded", "reward    ", "system  Answer", "user  What is 12 times 34 plus 5?", "── call 0"]
+    {
         assert!(shown.contains(expected), "{expected:?} is not in:\n{shown}");
     }
     assert!(stack.cli(&["events", &id, "--type", "reward"]).contains("evaluator"));

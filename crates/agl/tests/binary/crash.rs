@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
 use crate::support::{Running, agl, babbling_policy, eventually, free_port, get, pause, python, questions, test_agent};
+use serde_json::Value;
 
 const STEPS: u64 = 3;
 const GROUPS: usize = 4;
@@ -86,7 +86,8 @@ impl Run {
     fn wait_until(&mut self, what: &str, mut check: impl FnMut(&Self) -> bool) {
         let deadline = Instant::now() + LONG;
         while !check(self) {
-            let ended = [&mut self.gateway, &mut self.controller, &mut self.trainer].into_iter().any(Running::has_ended);
+            let ended =
+                [&mut self.gateway, &mut self.controller, &mut self.trainer].into_iter().any(Running::has_ended);
             if ended || Instant::now() > deadline {
                 let outputs = [&self.gateway, &self.controller, &self.trainer].map(Running::output).join("\n--\n");
                 panic!("{}: {what}\n{outputs}", if ended { "a part ended before" } else { "not in time" });
@@ -103,7 +104,10 @@ impl Run {
         self.assert_every_acknowledged_call_is_stored();
         for rollout in &trained {
             let found = get(&self.url(&format!("api/rollouts/{rollout}"))).unwrap();
-            assert!(found["rollout"]["consumed"]["step"].is_u64(), "{rollout} was trained on but is not marked consumed");
+            assert!(
+                found["rollout"]["consumed"]["step"].is_u64(),
+                "{rollout} was trained on but is not marked consumed"
+            );
         }
         assert!(self.controller.terminate().success(), "{}", self.controller.output());
         assert!(self.gateway.terminate().success(), "{}", self.gateway.output());
@@ -116,8 +120,7 @@ impl Run {
             let name = path.file_name().unwrap().to_str().unwrap().to_owned();
             let (rollout, attempt) = name.rsplit_once('.').unwrap();
             let url = self.url(&format!("api/rollouts/{rollout}/sequences?level=transition&attempt_id={attempt}"));
-            let stored: HashSet<String> = get(&url)
-                .unwrap_or_else(|| panic!("{rollout} is gone"))["sequences"]
+            let stored: HashSet<String> = get(&url).unwrap_or_else(|| panic!("{rollout} is gone"))["sequences"]
                 .as_array()
                 .unwrap()
                 .iter()
@@ -192,8 +195,16 @@ fn a_killed_quickstart_goes_on_with_resume() {
         Running::start(&mut command, "quickstart", folder.path())
     };
     let small = [
-        "--steps", "3", "--set", "trainer.save_freq=1", "--set", "data.train_batch_size=4", "--set", "rollout.n=4",
-        "--set", "data.val_batch_size=8",
+        "--steps",
+        "3",
+        "--set",
+        "trainer.save_freq=1",
+        "--set",
+        "data.train_batch_size=4",
+        "--set",
+        "rollout.n=4",
+        "--set",
+        "data.val_batch_size=8",
     ];
     let mut first = quickstart(&small);
     eventually("a first checkpoint", LONG, || {

@@ -4,8 +4,8 @@ use std::fs;
 use std::process::Command;
 use std::time::Duration;
 
-use serde_json::Value;
 use crate::support::{Running, agl, python, recipe};
+use serde_json::Value;
 
 #[test]
 fn a_short_quickstart_leaves_a_summary_a_picture_metrics_and_a_checkpoint_that_can_be_evaluated() {
@@ -35,13 +35,19 @@ fn a_short_quickstart_leaves_a_summary_a_picture_metrics_and_a_checkpoint_that_c
         assert!(shown.contains(expected), "{expected:?} is not in:\n{shown}");
     }
     let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
-    let last: Value = metrics.lines().map(|line| serde_json::from_str(line).unwrap()).find(|line: &Value| line["step"] == 2).unwrap();
-    let (ratio, rows) = (last["actor/ratio_mean"].as_f64().unwrap(), last["rollouts/rows_per_rollout"].as_f64().unwrap());
+    let last: Value =
+        metrics.lines().map(|line| serde_json::from_str(line).unwrap()).find(|line: &Value| line["step"] == 2).unwrap();
+    let (ratio, rows) =
+        (last["actor/ratio_mean"].as_f64().unwrap(), last["rollouts/rows_per_rollout"].as_f64().unwrap());
     assert!((ratio - 1.0).abs() < 1e-3, "on policy, recorded log-probs are the trainer's own: {ratio}");
     assert!((rows - 1.0).abs() < 0.2, "the recipe's rollouts merge into one row: {rows}");
 
     let fresh = folder.path().join("fresh.jsonl");
-    let made = Command::new(python()).arg(recipe().join("make_data.py")).args(["--split", "fresh", "--seed", "9", "--n", "12"]).output().unwrap();
+    let made = Command::new(python())
+        .arg(recipe().join("make_data.py"))
+        .args(["--split", "fresh", "--seed", "9", "--n", "12"])
+        .output()
+        .unwrap();
     fs::write(&fresh, made.stdout).unwrap();
     let checkpoint = out.join("checkpoints/step-000002");
     let evaluated = agl().arg("eval").arg(&checkpoint).arg("--data").arg(&fresh).output().unwrap();

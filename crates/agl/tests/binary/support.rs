@@ -150,8 +150,9 @@ pub fn babbling_policy(folder: &Path) -> PathBuf {
 /// Questions that need no answer.
 pub fn questions(folder: &Path, count: usize) -> PathBuf {
     let path = folder.join("questions.jsonl");
-    let lines: Vec<String> =
-        (0..count).map(|index| format!("{{\"data_id\": \"q{index}\", \"question\": \"What is {index} plus 2?\", \"answer\": 1}}")).collect();
+    let lines: Vec<String> = (0..count)
+        .map(|index| format!("{{\"data_id\": \"q{index}\", \"question\": \"What is {index} plus 2?\", \"answer\": 1}}"))
+        .collect();
     fs::write(&path, lines.join("\n") + "\n").unwrap();
     path
 }

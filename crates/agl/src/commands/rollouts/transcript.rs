@@ -23,7 +23,11 @@ pub fn print<'a>(requests: impl Iterator<Item = &'a Event>) {
             .max_by_key(|(_, conversation)| conversation.len())
             .map(|(index, _)| index);
         let new_from = known.map_or(0, |index| conversations[index].len());
-        line(format!("\n── call {number} · {}{}", note(event), if known.is_some() { "" } else { " · new conversation" }));
+        line(format!(
+            "\n── call {number} · {}{}",
+            note(event),
+            if known.is_some() { "" } else { " · new conversation" }
+        ));
         for message in &messages[new_from..] {
             print_message(message);
         }

@@ -1,0 +1,110 @@
+//! The engine's side of `scripts/parity/compare.py`: reads `request.json` of a model directory, writes `answer.json`.
+//!
+//! `parity_probe model DIR`: logits, a greedy answer, some updates, saved checkpoints. `parity_probe templates DIR`: prompts.
+
+use std::error::Error;
+use std::fs;
+use std::path::Path;
+
+use agl_engine::{Engine, EngineConfig, GenerateRequest, LossConfig, OptimConfig, SamplingParams, SaveDtype, TrainRow};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+#[derive(Deserialize)]
+struct ModelRequest {
+    ids: Vec<u32>,
+    prompt: Vec<u32>,
+    new_tokens: usize,
+    rows: Vec<Row>,
+    loss: LossConfig,
+    optim: OptimConfig,
+    updates: usize,
+}
+
+#[derive(Deserialize)]
+struct Row {
+    ids: Vec<u32>,
+    mask: Vec<bool>,
+    weights: Vec<f32>,
+    advantages: Vec<f32>,
+    old_log_probs: Vec<f32>,
+    rollout_log_probs: Vec<f32>,
+}
+
+#[derive(Deserialize)]
+struct Conversation {
+    messages: Vec<Value>,
+    tools: Option<Vec<Value>>,
+    add_generation_prompt: Option<bool>,
+    #[serde(default)]
+    variables: Map<String, Value>,
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [kind, dir] = arguments.as_slice() else { return Err("usage: parity_probe model|templates DIR".into()) };
+    let dir = Path::new(dir);
+    let request = fs::read(dir.join("request.json"))?;
+    let engine = Engine::load(dir, EngineConfig { micro_batch_tokens: 64, ..EngineConfig::default() })?;
+    let answer = match kind.as_str() {
+        "model" => compute(&engine, dir, serde_json::from_slice(&request)?)?,
+        _ => render(&engine, &serde_json::from_slice::<Vec<Conversation>>(&request)?)?,
+    };
+    fs::write(dir.join("answer.json"), serde_json::to_vec(&answer)?)?;
+    Ok(())
+}
+
+fn compute(engine: &Engine, dir: &Path, request: ModelRequest) -> Result<Value, Box<dyn Error>> {
+    let logits = engine.logits(&request.ids)?;
+    let sampling = SamplingParams {
+        temperature: 0.0,
+        max_tokens: Some(request.new_tokens),
+        ignore_eos: true,
+        ..SamplingParams::default()
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+    let greedy = runtime.block_on(engine.generate(GenerateRequest { prompt: request.prompt, sampling }))?;
+    let rows: Vec<TrainRow> = request.rows.into_iter().map(train_row).collect();
+    let mut losses = Vec::new();
+    let mut grad_norms = Vec::new();
+    for _ in 0..request.updates {
+        let stats = engine.update(&rows, &request.loss, &request.optim)?;
+        losses.push(stats.loss);
+        grad_norms.push(stats.grad_norm);
+    }
+    engine.save(&dir.join("saved"))?;
+    engine.save_as(&dir.join("saved-bf16"), SaveDtype::Bf16)?;
+    let half = Engine::load(&dir.join("saved-bf16"), EngineConfig::default())?;
+    Ok(json!({
+        "logits": logits,
+        "greedy": greedy.token_ids,
+        "losses": losses,
+        "grad_norms": grad_norms,
+        "logits_after": engine.logits(&request.ids)?,
+        "logits_bf16": half.logits(&request.ids)?,
+    }))
+}
+
+fn train_row(row: Row) -> TrainRow {
+    TrainRow {
+        ids: row.ids,
+        mask: row.mask,
+        weights: row.weights,
+        advantages: row.advantages,
+        old_log_probs: row.old_log_probs,
+        rollout_log_probs: Some(row.rollout_log_probs),
+    }
+}
+
+fn render(engine: &Engine, conversations: &[Conversation]) -> Result<Value, Box<dyn Error>> {
+    let mut prompts = Vec::new();
+    for conversation in conversations {
+        prompts.push(engine.tokenizer().apply_chat_template_with(
+            &conversation.messages,
+            conversation.tools.as_deref(),
+            conversation.add_generation_prompt.unwrap_or(true),
+            &conversation.variables,
+        )?);
+    }
+    Ok(json!(prompts))
+}

@@ -1,0 +1,169 @@
+//! Settings of the engine, the loss and the optimiser. Key names are those of verl and Hugging Face where they have one.
+
+use serde::{Deserialize, Serialize};
+
+use crate::EngineError;
+
+/// How the engine samples and how much it computes at once.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EngineConfig {
+    /// Name under which the server lists the model; the model directory's name if absent.
+    pub served_model_name: Option<String>,
+    /// Longest prompt plus answer in tokens; the model's `max_position_embeddings` if absent.
+    pub max_model_len: Option<usize>,
+    /// Sequences decoded together; more wait.
+    pub max_batch_size: usize,
+    /// Prompt tokens processed between two decoding steps, so that long prompts do not stall running answers for long.
+    pub max_prefill_tokens: usize,
+    /// Tokens (padding included) of one training micro-batch; bounds the memory of an update. On a CPU small ones are also
+    /// faster: their activations stay in cache and in the allocator's hands.
+    pub micro_batch_tokens: usize,
+    /// Seed of requests that bring none.
+    pub seed: u64,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            served_model_name: None,
+            max_model_len: None,
+            max_batch_size: 64,
+            max_prefill_tokens: 2048,
+            micro_batch_tokens: 1024,
+            seed: 0,
+        }
+    }
+}
+
+impl EngineConfig {
+    pub(crate) fn check(&self) -> Result<(), EngineError> {
+        at_least_one("max_batch_size", self.max_batch_size)?;
+        at_least_one("max_prefill_tokens", self.max_prefill_tokens)?;
+        at_least_one("micro_batch_tokens", self.micro_batch_tokens)?;
+        if let Some(len) = self.max_model_len {
+            at_least_one("max_model_len", len)?;
+        }
+        Ok(())
+    }
+}
+
+fn at_least_one(key: &'static str, value: usize) -> Result<(), EngineError> {
+    in_range(key, value as f64, value >= 1, "at least 1")
+}
+
+fn in_range(key: &'static str, value: f64, holds: bool, expected: &'static str) -> Result<(), EngineError> {
+    if holds { Ok(()) } else { Err(EngineError::Setting { key, value: value.to_string(), expected }) }
+}
+
+/// What an update minimises.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossKind {
+    /// Clipped surrogate of PPO with dual clip.
+    #[default]
+    PolicyGradient,
+    /// Weighted cross-entropy, −Σ w·log p: supervised fine-tuning. Advantages and old log-probs are ignored.
+    Sft,
+}
+
+/// The loss of [`crate::Engine::update`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LossConfig {
+    /// What is minimised.
+    pub kind: LossKind,
+    /// The ratio's gradient stops below 1 − this (for negative advantages).
+    pub clip_ratio_low: f64,
+    /// The ratio's gradient stops above 1 + this (for positive advantages).
+    pub clip_ratio_high: f64,
+    /// Dual clip: with a negative advantage the loss is bounded by this times |advantage|. Greater than 1.
+    pub clip_ratio_c: f64,
+    /// Cap of the truncated importance weight min(π_old/π_rollout, cap); absent: no correction.
+    pub tis_cap: Option<f64>,
+    /// Weight of the entropy bonus.
+    pub entropy_coeff: f64,
+    /// Log-probs are those of logits / temperature, as they were when the tokens were sampled.
+    pub temperature: f32,
+}
+
+impl Default for LossConfig {
+    fn default() -> Self {
+        Self {
+            kind: LossKind::PolicyGradient,
+            clip_ratio_low: 0.2,
+            clip_ratio_high: 0.2,
+            clip_ratio_c: 3.0,
+            tis_cap: Some(2.0),
+            entropy_coeff: 0.0,
+            temperature: 1.0,
+        }
+    }
+}
+
+impl LossConfig {
+    /// Names the first value that is out of range.
+    ///
+    /// # Errors
+    /// [`EngineError::Setting`].
+    pub fn check(&self) -> Result<(), EngineError> {
+        in_range("clip_ratio_low", self.clip_ratio_low, (0.0..=1.0).contains(&self.clip_ratio_low), "in [0, 1]")?;
+        in_range("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0.0, "0 or more")?;
+        in_range("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1.0, "greater than 1")?;
+        if let Some(cap) = self.tis_cap {
+            in_range("tis_cap", cap, cap > 0.0, "greater than 0")?;
+        }
+        in_range("entropy_coeff", self.entropy_coeff, self.entropy_coeff >= 0.0, "0 or more")?;
+        check_training_temperature(self.temperature)
+    }
+}
+
+pub(crate) fn check_training_temperature(temperature: f32) -> Result<(), EngineError> {
+    let holds = temperature.is_finite() && temperature > 0.0;
+    in_range("temperature", f64::from(temperature), holds, "greater than 0 (tokens sampled greedily have no gradient)")
+}
+
+/// AdamW as in PyTorch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct OptimConfig {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of the running means of the gradient and of its square.
+    pub betas: [f64; 2],
+    /// Added to the denominator.
+    pub eps: f64,
+    /// Decoupled weight decay, on every parameter.
+    pub weight_decay: f64,
+    /// The gradient's global norm is scaled down to this; 0 turns it off.
+    pub grad_clip: f64,
+    /// Updates over which the learning rate rises linearly from 0.
+    pub lr_warmup_steps: u64,
+}
+
+impl Default for OptimConfig {
+    fn default() -> Self {
+        Self { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_clip: 1.0, lr_warmup_steps: 0 }
+    }
+}
+
+impl OptimConfig {
+    /// Names the first value that is out of range.
+    ///
+    /// # Errors
+    /// [`EngineError::Setting`].
+    pub fn check(&self) -> Result<(), EngineError> {
+        in_range("lr", self.lr, self.lr.is_finite() && self.lr >= 0.0, "0 or more")?;
+        for beta in self.betas {
+            in_range("betas", beta, (0.0..1.0).contains(&beta), "two numbers in [0, 1)")?;
+        }
+        in_range("eps", self.eps, self.eps > 0.0, "greater than 0")?;
+        in_range("weight_decay", self.weight_decay, self.weight_decay >= 0.0, "0 or more")?;
+        in_range("grad_clip", self.grad_clip, self.grad_clip >= 0.0, "0 or more")
+    }
+
+    /// Learning rate of the update numbered `step`, the first being 1.
+    pub(crate) fn lr_at(&self, step: u64) -> f64 {
+        if step < self.lr_warmup_steps { self.lr * step as f64 / self.lr_warmup_steps as f64 } else { self.lr }
+    }
+}

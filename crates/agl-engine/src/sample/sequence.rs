@@ -1,0 +1,116 @@
+//! One answer being sampled.
+
+use rand_chacha::ChaCha8Rng;
+use tokio::sync::oneshot;
+
+use super::pick::{Pick, pick};
+use super::request::{FinishReason, GenerateOutput, GenerateRequest, StopReason};
+use crate::EngineError;
+use crate::chat::tokenizer::ChatTokenizer;
+
+/// Where an answer goes; closed when the caller has gone.
+pub(crate) type Reply = oneshot::Sender<Result<GenerateOutput, EngineError>>;
+
+/// An answer in the running batch.
+pub(super) struct Sequence {
+    request: GenerateRequest,
+    rng: ChaCha8Rng,
+    /// Tokens after which the answer ends, whatever they are.
+    limit: usize,
+    pub slot: usize,
+    pub reply: Reply,
+    ids: Vec<u32>,
+    log_probs: Vec<f32>,
+    top: Vec<Vec<(u32, f32)>>,
+    versions: Vec<u64>,
+    end: Option<(FinishReason, Option<StopReason>)>,
+}
+
+impl Sequence {
+    pub(super) fn new(request: GenerateRequest, rng: ChaCha8Rng, limit: usize, slot: usize, reply: Reply) -> Self {
+        Self {
+            request,
+            rng,
+            limit,
+            slot,
+            reply,
+            ids: Vec::new(),
+            log_probs: Vec::new(),
+            top: Vec::new(),
+            versions: Vec::new(),
+            end: None,
+        }
+    }
+
+    pub(super) fn prompt(&self) -> &[u32] {
+        &self.request.prompt
+    }
+
+    /// The newest token and its position, which the next step feeds to the model.
+    pub(super) fn last(&self) -> Option<(u32, usize)> {
+        self.ids.last().map(|id| (*id, self.request.prompt.len() + self.ids.len() - 1))
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.end.is_some()
+    }
+
+    /// Draws the next token from its logits and decides whether it is the last.
+    pub(super) fn advance(&mut self, logits: &[f32], version: u64, tokenizer: &ChatTokenizer) {
+        let Pick { id, log_prob, top } = pick(logits, &self.request.sampling, &mut self.rng);
+        self.ids.push(id);
+        self.log_probs.push(log_prob);
+        self.top.push(top);
+        self.versions.push(version);
+        self.end = self.ends_with(id, tokenizer);
+    }
+
+    fn ends_with(&self, id: u32, tokenizer: &ChatTokenizer) -> Option<(FinishReason, Option<StopReason>)> {
+        let sampling = &self.request.sampling;
+        if !sampling.ignore_eos && tokenizer.eos_token_ids().contains(&id) {
+            return Some((FinishReason::Stop, None));
+        }
+        if sampling.stop_token_ids.contains(&id) {
+            return Some((FinishReason::Stop, Some(StopReason::Token(id))));
+        }
+        if let Some(text) = self.stop_text(tokenizer) {
+            return Some((FinishReason::Stop, Some(StopReason::Text(text))));
+        }
+        (self.ids.len() >= self.limit).then_some((FinishReason::Length, None))
+    }
+
+    /// The stop text that the newest token completes.
+    fn stop_text(&self, tokenizer: &ChatTokenizer) -> Option<String> {
+        let longest = self.request.sampling.stop.iter().map(String::len).max()?;
+        // A token holds at least a byte of text, special ones aside: so many tokens cover the longest stop text, and a few
+        // more keep a character that straddles the cut from hiding it.
+        let window = &self.ids[self.ids.len().saturating_sub(longest + 8)..];
+        let text = tokenizer.decode(window, true).ok()?;
+        self.request.sampling.stop.iter().find(|stop| text.contains(stop.as_str())).cloned()
+    }
+
+    /// Sends the answer to whoever asked.
+    pub(super) fn finish(self, tokenizer: &ChatTokenizer) {
+        let (finish_reason, stop_reason) = self.end.unwrap_or((FinishReason::Length, None));
+        let ended_by_token = finish_reason == FinishReason::Stop && !matches!(stop_reason, Some(StopReason::Text(_)));
+        let said = &self.ids[..self.ids.len() - usize::from(ended_by_token)];
+        let output = tokenizer.decode(said, true).map(|mut text| {
+            if let Some(StopReason::Text(stop)) = &stop_reason
+                && let Some(at) = text.find(stop.as_str())
+            {
+                text.truncate(at);
+            }
+            GenerateOutput {
+                token_ids: self.ids,
+                log_probs: self.log_probs,
+                top_log_probs: self.top,
+                policy_versions: self.versions,
+                text,
+                finish_reason,
+                stop_reason,
+            }
+        });
+        // The caller may have gone in the meantime; then there is nobody to tell.
+        drop(self.reply.send(output));
+    }
+}

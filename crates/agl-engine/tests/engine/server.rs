@@ -1,0 +1,228 @@
+//! The HTTP interface, over a real socket.
+
+use std::net::SocketAddr;
+
+use agl_engine::Engine;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+
+use super::fixture::{engine, memorise};
+
+/// Serves until the test's runtime ends.
+async fn serve(engine: &Engine) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(agl_engine::server::serve(engine.clone(), listener, std::future::pending()));
+    address
+}
+
+async fn post(address: SocketAddr, path: &str, body: impl Into<reqwest::Body>) -> (u16, Value) {
+    let request = reqwest::Client::new().post(format!("http://{address}/v1/{path}"));
+    let response = request.header("content-type", "application/json").body(body).send().await.unwrap();
+    (response.status().as_u16(), response.json().await.unwrap())
+}
+
+async fn ask(address: SocketAddr, path: &str, body: Value) -> Value {
+    let (status, answer) = post(address, path, body.to_string()).await;
+    assert_eq!(status, 200, "{answer}");
+    answer
+}
+
+async fn refused(address: SocketAddr, path: &str, body: Value) -> Value {
+    let (status, answer) = post(address, path, body.to_string()).await;
+    assert_eq!(status, 400, "{answer}");
+    answer["error"].clone()
+}
+
+fn tools() -> Value {
+    json!([{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}])
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+#[tokio::test]
+async fn a_tool_call_comes_back_parsed_and_the_next_prompt_repeats_it_token_for_token() {
+    let engine = engine("qwen3-untied");
+    let mut messages = json!([{"role": "user", "content": "1+2?"}]);
+    let render = |messages: &Value| {
+        let text = engine
+            .tokenizer()
+            .apply_chat_template(messages.as_array().unwrap(), tools().as_array().map(Vec::as_slice), true)
+            .unwrap();
+        engine.tokenizer().encode(&text).unwrap()
+    };
+    let prompt = render(&messages);
+    // The spacing is the model's own, not what a JSON library would write.
+    let text = "Go.\n<tool_call>\n{\"name\": \"calculator\", \"arguments\": {\"expression\":\"1+2\" }}\n</tool_call><|im_end|>";
+    let answer = engine.tokenizer().encode(text).unwrap();
+    memorise(&engine, &prompt, &answer);
+    let address = serve(&engine).await;
+    let body = json!({
+        "model": "policy", "messages": messages, "tools": tools(), "temperature": 0, "logprobs": true, "return_token_ids": true,
+    });
+    let response = ask(address, "chat/completions", body).await;
+    let choice = &response["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    assert_eq!(choice["message"]["content"], "Go.");
+    let call = &choice["message"]["tool_calls"][0];
+    assert_eq!(call["function"], json!({"name": "calculator", "arguments": "{\"expression\":\"1+2\" }"}));
+    assert_eq!(call["type"], "function");
+    assert_eq!(ids(&response["prompt_token_ids"]), prompt);
+    assert_eq!(ids(&choice["token_ids"]), answer);
+    assert_eq!(choice["logprobs"]["content"].as_array().unwrap().len(), answer.len());
+    assert_eq!(choice["policy_versions"], json!(vec![0; answer.len()]));
+    assert_eq!(response["usage"]["completion_tokens"], answer.len());
+
+    messages.as_array_mut().unwrap().push(choice["message"].clone());
+    messages.as_array_mut().unwrap().push(json!({"role": "tool", "tool_call_id": call["id"], "content": "3"}));
+    let next = render(&messages);
+    assert_eq!(next[..prompt.len() + answer.len()], [prompt, answer].concat());
+}
+
+#[tokio::test]
+async fn without_tools_a_call_is_plain_text() {
+    let engine = engine("qwen3-untied");
+    let messages = json!([{"role": "user", "content": "?"}]);
+    let text = engine.tokenizer().apply_chat_template(messages.as_array().unwrap(), None, true).unwrap();
+    let prompt = engine.tokenizer().encode(&text).unwrap();
+    let answer = engine.tokenizer().encode("<tool_call>{\"name\": \"a\"}</tool_call><|im_end|>").unwrap();
+    memorise(&engine, &prompt, &answer);
+    let address = serve(&engine).await;
+    let body = json!({"messages": messages, "temperature": 0});
+    let choice = ask(address, "chat/completions", body).await["choices"][0].clone();
+    assert_eq!(choice["message"], json!({"role": "assistant", "content": "<tool_call>{\"name\": \"a\"}</tool_call>"}));
+    assert_eq!(choice["finish_reason"], "stop");
+    assert_eq!(choice.get("token_ids"), None, "ids only where they are asked for");
+    assert_eq!(choice["logprobs"], Value::Null);
+}
+
+#[tokio::test]
+async fn chat_log_probs_have_the_shape_of_openai() {
+    let address = serve(&engine("qwen3-tied")).await;
+    let body = json!({
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        "seed": 1, "max_completion_tokens": 3, "ignore_eos": true, "logprobs": true, "top_logprobs": 2, "n": 2,
+        "return_token_ids": true,
+    });
+    let response = ask(address, "chat/completions", body.clone()).await;
+    let choices = response["choices"].as_array().unwrap();
+    assert_eq!(choices.len(), 2);
+    assert_ne!(choices[0]["token_ids"], choices[1]["token_ids"], "choices differ");
+    let again = ask(address, "chat/completions", body).await;
+    assert_eq!(again["choices"][1]["token_ids"], choices[1]["token_ids"], "and can be repeated");
+    let tokens = choices[0]["logprobs"]["content"].as_array().unwrap();
+    assert_eq!(tokens.len(), 3);
+    for token in tokens {
+        assert!(token["token"].is_string() && token["logprob"].as_f64().unwrap() <= 0.0);
+        let top = token["top_logprobs"].as_array().unwrap();
+        assert!(top.len() == 2 && top[0]["logprob"].as_f64() >= top[1]["logprob"].as_f64());
+    }
+    assert_eq!(choices[0]["finish_reason"], "length");
+}
+
+#[tokio::test]
+async fn completions_take_token_ids_and_return_them() {
+    let engine = engine("qwen3-tied");
+    let address = serve(&engine).await;
+    let body = json!({
+        "prompt": [[5, 6, 7], [8]], "n": 2, "seed": 3, "max_tokens": 4, "ignore_eos": true, "logprobs": 1, "return_token_ids": true,
+    });
+    let response = ask(address, "completions", body).await;
+    let choices = response["choices"].as_array().unwrap();
+    assert_eq!(choices.len(), 4);
+    for (index, choice) in choices.iter().enumerate() {
+        assert_eq!(choice["index"], index);
+        assert_eq!(ids(&choice["prompt_token_ids"]), if index < 2 { vec![5, 6, 7] } else { vec![8] });
+        let row = [ids(&choice["prompt_token_ids"]), ids(&choice["token_ids"])].concat();
+        let prompt_len = row.len() - 4;
+        let expected = engine.log_probs(&[row], 1.0).unwrap().remove(0);
+        let reported: Vec<f32> = serde_json::from_value(choice["logprobs"]["token_logprobs"].clone()).unwrap();
+        for (reported, expected) in reported.iter().zip(&expected[prompt_len..]) {
+            assert!((reported - expected).abs() < 1e-4);
+        }
+        assert_eq!(choice["logprobs"]["tokens"].as_array().unwrap().len(), 4);
+    }
+    assert_eq!(response["usage"], json!({"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}));
+}
+
+#[tokio::test]
+async fn completions_take_text_and_stop_after_sixteen_tokens_unless_told() {
+    let address = serve(&engine("qwen3-tied")).await;
+    let body = json!({"prompt": "the sum", "ignore_eos": true});
+    let response = ask(address, "completions", body).await;
+    assert_eq!(response["usage"]["completion_tokens"], 16);
+    assert!(response["choices"][0]["text"].is_string());
+}
+
+#[tokio::test]
+async fn the_policy_version_is_reported() {
+    let engine = engine("qwen3-tied");
+    engine.set_policy_version(7);
+    let address = serve(&engine).await;
+    let response = ask(address, "completions", json!({"prompt": [1], "max_tokens": 2, "ignore_eos": true})).await;
+    assert_eq!(response["policy_version"], 7);
+    assert_eq!(response["choices"][0]["policy_versions"], json!([7, 7]));
+    let models: Value = reqwest::get(format!("http://{address}/v1/models")).await.unwrap().json().await.unwrap();
+    assert_eq!(models["data"][0]["id"], "qwen3-tied");
+    assert_eq!(models["data"][0]["max_model_len"], 512);
+    assert!(reqwest::get(format!("http://{address}/health")).await.unwrap().status().is_success());
+}
+
+#[tokio::test]
+async fn wrong_requests_are_answered_in_openais_shape_with_the_field_at_fault() {
+    let address = serve(&engine("qwen3-tied")).await;
+    let (status, answer) = post(address, "chat/completions", "{\"messages\": [").await;
+    assert_eq!((status, &answer["error"]["type"]), (400, &json!("invalid_request_error")));
+    let user = json!([{"role": "user", "content": "a"}]);
+    for (body, param, words) in [
+        (json!({"messages": user, "temperature": "hot"}), "temperature", "invalid type: string \"hot\""),
+        (json!({"messages": user, "top_p": 2}), "top_p", "at most 1"),
+        (json!({"messages": user, "n": 0}), "n", "from 1 to 128"),
+        (json!({"messages": user, "stream": true}), "stream", "gateway"),
+        (json!({"messages": user, "stop": [1]}), "stop", "a string or a list of strings"),
+        (json!({"messages": user, "response_format": {"type": "json_object"}}), "response_format", "not supported"),
+        (json!({"messages": user, "tools": tools(), "tool_choice": "required"}), "tool_choice", "\"auto\" or \"none\""),
+        (json!({"messages": user, "presence_penalty": 0.5}), "presence_penalty", "not supported"),
+        (json!({"messages": []}), "messages", "at least one"),
+        (json!({"messages": [{"content": "a"}]}), "messages[0].role", "must be a string"),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+            "messages[0].content",
+            "reads text only",
+        ),
+    ] {
+        let error = refused(address, "chat/completions", body).await;
+        assert_eq!(error["param"], param, "{error}");
+        assert!(error["message"].as_str().unwrap().contains(words), "{error}");
+    }
+    let error = refused(address, "chat/completions", json!({"temperature": 1})).await;
+    assert!(error["message"].as_str().unwrap().contains("missing field `messages`"), "{error}");
+    let error = refused(address, "completions", json!({"prompt": vec![1; 600]})).await;
+    assert_eq!(error["code"], "context_length_exceeded");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("512") && message.contains("600"), "{message}");
+    let error = refused(address, "completions", json!({"prompt": [1, 4000]})).await;
+    assert!(error["message"].as_str().unwrap().contains("token id 4000 is outside the vocabulary of 128"), "{error}");
+    let error = refused(address, "completions", json!({"prompt": {"text": "a"}})).await;
+    assert!(error["message"].as_str().unwrap().contains("a list of token ids"), "{error}");
+}
+
+#[tokio::test]
+async fn a_client_that_hangs_up_frees_its_place_in_the_batch() {
+    let engine = Engine::load(
+        &super::fixture::dir("qwen3-tied"),
+        agl_engine::EngineConfig { max_batch_size: 1, ..Default::default() },
+    )
+    .unwrap();
+    let address = serve(&engine).await;
+    let client = reqwest::Client::builder().timeout(std::time::Duration::from_millis(5)).build().unwrap();
+    // Far more work than the time allows: 40 choices, one after the other.
+    let body = json!({"prompt": [1], "n": 40, "max_tokens": 250, "ignore_eos": true}).to_string();
+    let gone = client.post(format!("http://{address}/v1/completions")).body(body).send().await;
+    assert!(gone.is_err_and(|error| error.is_timeout()));
+    ask(address, "completions", json!({"prompt": [1], "max_tokens": 1})).await;
+    let sampled = engine.sampler_totals().sampled_tokens;
+    assert!(sampled < 9_000, "{sampled} tokens were sampled, so the abandoned request was served to its end");
+}
