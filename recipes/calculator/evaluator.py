@@ -7,6 +7,7 @@ AGL_EVENT_URL and AGL_KEY in the environment.
 import json
 import os
 import sys
+import time
 
 from http_json import HttpError, post_json
 
@@ -23,6 +24,17 @@ def given_answer(stdout):
     return int(text) if digits.isascii() and digits.isdigit() else None
 
 
+def post(event):
+    """A gateway that is being restarted is waited for: a reward that is lost is a rollout that is lost."""
+    for tries in range(6):
+        try:
+            return post_json(os.environ["AGL_EVENT_URL"], os.environ["AGL_KEY"], event)
+        except HttpError as error:
+            if tries == 5:
+                sys.exit(f"evaluator.py: {error}")
+            time.sleep(0.2 * 2**tries)
+
+
 def main():
     with open(os.environ["AGL_INPUT"]) as file:
         expected = json.load(file)["answer"]
@@ -30,10 +42,7 @@ def main():
         given = given_answer(file.read())
     value = 1.0 if given == expected else 0.0
     event = {"event_type": "reward", "data": {"value": value, "source": "evaluator"}}
-    try:
-        post_json(os.environ["AGL_EVENT_URL"], os.environ["AGL_KEY"], event)
-    except HttpError as error:
-        sys.exit(f"evaluator.py: {error}")
+    post(event)
     print(f"expected {expected}, given {given}: reward {value}")
 
 

@@ -1,6 +1,6 @@
 //! Rollouts from their creation to their training sequences: what the trainer asks of the gateway in a step.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use agl_client::{AttemptDetail, Change, ChangeKind, ClientError, GatewayClient};
@@ -53,6 +53,7 @@ impl Launch<'_> {
                     ("run_id", json!(self.run_id)),
                     ("step", json!(self.step)),
                     ("group", json!(group)),
+                    ("group_idx", json!(position)),
                     ("data_id", json!(task.data_id)),
                     ("sample_idx", json!(sample)),
                     ("seed", json!(self.seed)),
@@ -162,6 +163,30 @@ impl Exclusion {
     }
 }
 
+/// How many rollouts were left out, by reason.
+#[must_use]
+pub fn exclusions(collected: &[Collected]) -> BTreeMap<Exclusion, usize> {
+    count(collected.iter().map(|rollout| rollout.verdict))
+}
+
+/// The same of verdicts alone.
+pub(crate) fn count(verdicts: impl Iterator<Item = Verdict>) -> BTreeMap<Exclusion, usize> {
+    let mut counts = BTreeMap::new();
+    for verdict in verdicts {
+        if let Verdict::Excluded(why) = verdict {
+            *counts.entry(why).or_default() += 1;
+        }
+    }
+    counts
+}
+
+/// Why rollouts were left out, and what to do about it, in one line.
+#[must_use]
+pub fn reasons(exclusions: &BTreeMap<Exclusion, usize>) -> String {
+    let parts: Vec<String> = exclusions.iter().map(|(why, count)| format!("{count}: {}", why.remedy())).collect();
+    parts.join("; ")
+}
+
 /// Waits for rollouts to end, by the gateway's watch. One stream serves the whole run.
 pub struct Collector {
     client: GatewayClient,
@@ -266,12 +291,12 @@ impl Collector {
         if idle < RECHECK {
             return Ok(());
         }
-        tracing::info!(
+        tracing::warn!(
             open = open.len(),
             of = creates.len(),
             idle_seconds = idle.as_secs(),
             example,
-            "waiting for rollouts"
+            "no rollout has ended for a while; is a controller running, and does it reach the gateway? See `agl rollouts list`"
         );
         let own_limit = creates
             .iter()
@@ -352,21 +377,24 @@ async fn fetch(
     })
 }
 
-/// Whose failure ended a rollout. One that failed without an attempt was cancelled before it began.
+/// Whose failure ended a rollout: that of the attempt that counts. One whose attempt had not ended was cancelled from outside.
 async fn last_failure(client: &GatewayClient, rollout: &Rollout) -> Result<Option<FailureClass>, TrainerError> {
-    if rollout.status.error_message.as_deref() == Some("cancelled") {
-        return Ok(Some(FailureClass::Cancelled));
-    }
     let attempts: Vec<AttemptDetail> = match client.list_attempts(&rollout.rollout_id).await {
         Ok(attempts) => attempts,
         Err(error) if error.is_not_found() => return Ok(Some(FailureClass::Cancelled)),
         Err(error) => return Err(error.into()),
     };
-    // A controller that keeps no attempts (the original's) reports failures of the agent.
-    Ok(attempts.last().map_or(Some(FailureClass::Agent), |last| last.attempt.failure))
+    let counts = attempts.iter().find(|detail| detail.attempt.attempt_id == rollout.current_attempt());
+    Ok(match counts {
+        Some(detail) if !detail.attempt.state.is_terminal() => Some(FailureClass::Cancelled),
+        Some(detail) => detail.attempt.failure,
+        // Never begun; or a controller that keeps no attempts, as the original's, and reports failures of the agent.
+        None if rollout.status.last_attempt_id.is_none() => Some(FailureClass::Cancelled),
+        None => Some(FailureClass::Agent),
+    })
 }
 
-/// DESIGN §5: a rollout that died of infrastructure is no failure of the policy.
+/// A rollout that died of infrastructure is no failure of the policy.
 fn judge(
     counts: &TreeCounts,
     reward: Option<f64>,

@@ -304,6 +304,7 @@ pub fn check(
     rollout: &RolloutSection,
     algorithm: &AlgorithmConfig,
     actor: &ActorConfig,
+    trainer: &TrainerConfig,
 ) -> Result<(), TrainerError> {
     let refuse = |key: &'static str, what: &str| Err(TrainerError::Config { key, what: what.to_owned() });
     if data.train_batch_size == 0 {
@@ -329,6 +330,15 @@ pub fn check(
     }
     if actor.ppo_mini_batch_size == Some(0) {
         return refuse("actor.ppo_mini_batch_size", "is 0; leave it out to train on the whole batch at once");
+    }
+    if actor.max_ppo_update_times == Some(0) {
+        return refuse("actor.max_ppo_update_times", "is 0: nothing would ever be trained; leave it out for no limit");
+    }
+    if data.val_batch_size == Some(0) {
+        return refuse("data.val_batch_size", "is 0; leave val_files empty to validate nothing");
+    }
+    if trainer.total_training_steps == 0 {
+        return refuse("trainer.total_training_steps", "is 0; use `agl eval` for rollouts without training");
     }
     if actor.ppo_epochs == 0 {
         return refuse("actor.ppo_epochs", "is 0; use at least 1");

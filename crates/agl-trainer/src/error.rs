@@ -42,7 +42,7 @@ pub enum TrainerError {
         what: String,
     },
     /// The output folder holds a run already.
-    #[error("{path} holds a run already; continue it with --resume, or choose another folder with --out", path = path.display())]
+    #[error("{path} holds a run already; continue it with --resume, or choose another folder (trainer.default_local_dir, or --out of the quickstart)", path = path.display())]
     RunExists {
         /// The folder.
         path: PathBuf,
@@ -54,7 +54,7 @@ pub enum TrainerError {
         path: PathBuf,
     },
     /// Another trainer works in the folder.
-    #[error("{path} is in use by another trainer; stop it, or choose another folder with --out", path = path.display())]
+    #[error("{path} is in use by another trainer; stop it, or choose another folder (trainer.default_local_dir, or --out of the quickstart)", path = path.display())]
     Locked {
         /// The folder.
         path: PathBuf,
@@ -91,6 +91,22 @@ pub enum TrainerError {
         /// The commonest reasons, and what to do.
         why: String,
     },
+    /// Every rollout of a validation was unusable.
+    #[error("none of the {rollouts} rollouts of the validation after step {step} counts: {why}")]
+    NothingEvaluated {
+        /// The step.
+        step: u64,
+        /// How many rollouts it had.
+        rollouts: usize,
+        /// The commonest reasons, and what to do.
+        why: String,
+    },
+    /// Somebody asked the run to stop.
+    #[error("the run was interrupted after step {step}; --resume goes on from its newest checkpoint")]
+    Interrupted {
+        /// Steps done.
+        step: u64,
+    },
     /// The picture could not be drawn.
     #[error("{path} cannot be drawn: {what}", path = path.display())]
     Picture {
@@ -100,7 +116,7 @@ pub enum TrainerError {
         what: String,
     },
     /// The model server of the engine cannot listen.
-    #[error("the policy's model server cannot listen on {address}: {source}; choose another with engine.listen")]
+    #[error("the policy's model server cannot listen on {address}: {source}; choose another with model.listen")]
     Listen {
         /// The address.
         address: String,

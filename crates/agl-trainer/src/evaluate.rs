@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::TrainerError;
-use crate::collect::{Collected, Collector, Launch, Verdict};
+use crate::collect::{Collected, Collector, Launch, Verdict, exclusions, reasons};
 use crate::data::Task;
 
 /// What an evaluation found.
@@ -92,6 +92,10 @@ impl EvaluationPlan<'_> {
             config: self.config,
         };
         let collected = collector.run(&launch.rollouts(tasks), progress).await?;
+        if collected.iter().all(|rollout| rollout.verdict.reward().is_none()) {
+            let (step, rollouts) = (self.step, collected.len());
+            return Err(TrainerError::NothingEvaluated { step, rollouts, why: reasons(&exclusions(&collected)) });
+        }
         Ok(Evaluation::of(&collected))
     }
 }

@@ -27,9 +27,13 @@ impl StepMetrics {
         Self { step, scalars: BTreeMap::new() }
     }
 
-    /// Sets a scalar.
+    /// Sets a scalar. JSON has no infinities and no NaN, so these are left out, with a warning.
     pub fn set(&mut self, name: &str, value: f64) {
-        self.scalars.insert(name.to_owned(), value);
+        if value.is_finite() {
+            self.scalars.insert(name.to_owned(), value);
+        } else {
+            tracing::warn!(name, value, step = self.step, "a metric is not finite and is left out");
+        }
     }
 
     /// A scalar, if it was set.

@@ -97,16 +97,19 @@ impl Serving {
         Ok(())
     }
 
-    /// Takes the server out of the gateway and stops it.
+    /// Takes the server out of the gateway, lifts a pause, and stops the server.
     ///
     /// # Errors
-    /// Where the gateway stays away.
-    pub async fn stop(mut self) -> Result<(), TrainerError> {
-        self.client.delete_model(&self.model.model, &self.model.endpoint).await?;
+    /// Where the gateway stays away longer than `client`'s patience.
+    pub async fn stop(mut self, client: &GatewayClient) -> Result<(), TrainerError> {
+        let removed = client.delete_model(&self.model.model, &self.model.endpoint).await;
+        let resumed = client.resume(Some(&self.owner)).await;
         if let Some(stop) = self.stop.take() {
             // Nobody to tell where the server has ended already.
             let _ = stop.send(());
         }
+        removed?;
+        resumed?;
         Ok(())
     }
 }

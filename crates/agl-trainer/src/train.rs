@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::TrainerError;
 use crate::checkpoint::{CheckpointState, RunFolder, RunIdentity, Totals, write_json};
-use crate::collect::{Collected, Collector, Launch};
+use crate::collect::{Collected, Collector, Launch, reasons};
 use crate::config::{ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RolloutSection, TrainerConfig, check};
 use crate::data::Tasks;
 use crate::evaluate::{Evaluation, EvaluationPlan, cancel_open};
@@ -149,7 +149,7 @@ impl Trainer {
     /// # Errors
     /// Where the configuration, a file, the engine or the gateway does not play along.
     pub async fn prepare(settings: Settings, client: GatewayClient, resume: bool) -> Result<Self, TrainerError> {
-        check(&settings.data, &settings.rollout, &settings.algorithm, &settings.actor)?;
+        check(&settings.data, &settings.rollout, &settings.algorithm, &settings.actor, &settings.trainer)?;
         let train_tasks = Tasks::read(&settings.data.train_files)?;
         let val_tasks = Tasks::read(&settings.data.val_files)?;
         if train_tasks.is_empty() {
@@ -216,28 +216,59 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// Runs to the last step and writes `summary.json` and `reward.svg`.
+    /// Runs to the last step and writes `summary.json` and `reward.svg`. However it ends, the gateway is left as if the
+    /// trainer had never been there: not paused, without its model server, its open rollouts cancelled.
     ///
     /// # Errors
-    /// What stops the run. Everything up to the newest checkpoint is kept; `--resume` goes on from there.
-    pub async fn run(mut self, mut progress: impl FnMut(Progress)) -> Result<RunSummary, TrainerError> {
+    /// What stops the run, or [`TrainerError::Interrupted`] when `stop` is ready. Everything up to the newest checkpoint is
+    /// kept; `--resume` goes on from there.
+    pub async fn run(
+        mut self,
+        mut progress: impl FnMut(Progress),
+        stop: impl Future<Output = ()>,
+    ) -> Result<RunSummary, TrainerError> {
+        let result = tokio::select! {
+            result = self.steps(&mut progress) => result,
+            () = stop => Err(TrainerError::Interrupted { step: self.step }),
+        };
+        match result {
+            Ok(()) => self.finish().await,
+            Err(error) => {
+                self.leave().await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn steps(&mut self, progress: &mut impl FnMut(Progress)) -> Result<(), TrainerError> {
         let total = self.settings.trainer.total_training_steps;
         let run_id = self.identity.run_id.clone();
         progress(Progress::Started { run_id, done: self.step, total });
         let due_now = if self.step == 0 { self.settings.trainer.val_before_train } else { self.validation_is_due() };
         if due_now && !self.was_validated()? {
-            self.validate(&mut progress).await?;
+            self.validate(progress).await?;
         }
         while self.step < total {
-            self.step(&mut progress).await?;
+            self.step(progress).await?;
             if self.is_due(self.settings.trainer.save_freq) {
-                self.save(&mut progress).await?;
+                self.save(progress).await?;
             }
             if self.validation_is_due() {
-                self.validate(&mut progress).await?;
+                self.validate(progress).await?;
             }
         }
-        self.finish().await
+        Ok(())
+    }
+
+    /// Cleans up after a run that did not finish. What the gateway does not take any more, a resume will clean up.
+    async fn leave(self) {
+        let client = self.client.clone().with_patience(Duration::from_secs(3));
+        if let Err(error) = cancel_open(&client, &self.identity.run_id).await {
+            tracing::warn!(%error, "the run's open rollouts could not be cancelled");
+        }
+        if let Err(error) = self.serving.stop(&client).await {
+            tracing::warn!(%error, "the gateway could not be told that the policy's server is gone");
+        }
     }
 
     /// One training step: sample whole groups, credit them, update the policy, publish it.
@@ -457,7 +488,7 @@ impl Trainer {
         };
         write_json(&self.folder.file("summary.json"), &summary)?;
         reward_curve(&self.folder.file("reward.svg"), "Mean reward", &steps)?;
-        self.serving.stop().await?;
+        self.serving.stop(&self.client).await?;
         Ok(summary)
     }
 }
@@ -544,7 +575,5 @@ fn describe_updates(metrics: &mut StepMetrics, stats: &[UpdateStats]) {
 }
 
 fn nothing_usable(step: u64, samples: &Samples) -> TrainerError {
-    let why: Vec<String> =
-        samples.exclusions().into_iter().map(|(why, count)| format!("{count}: {}", why.remedy())).collect();
-    TrainerError::NothingUsable { step, rollouts: samples.samples.len(), why: why.join("; ") }
+    TrainerError::NothingUsable { step, rollouts: samples.samples.len(), why: reasons(&samples.exclusions()) }
 }

@@ -9,7 +9,7 @@ use agl_core::trajectory::sequence::LimitCounts;
 use agl_engine::TrainRow;
 use rand::Rng;
 
-use crate::collect::{Collected, Exclusion, Verdict};
+use crate::collect::{Collected, Exclusion, Verdict, count};
 use crate::config::{ActorConfig, AlgorithmConfig};
 
 /// A rollout that may be trained on: its rows after the length limits, and its place in its group.
@@ -61,13 +61,7 @@ impl Samples {
     /// How many rollouts were left out, by reason.
     #[must_use]
     pub fn exclusions(&self) -> BTreeMap<Exclusion, usize> {
-        let mut counts = BTreeMap::new();
-        for sample in &self.samples {
-            if let Verdict::Excluded(why) = sample.verdict {
-                *counts.entry(why).or_default() += 1;
-            }
-        }
-        counts
+        count(self.samples.iter().map(|sample| sample.verdict))
     }
 
     /// One advantage per rollout, from its group.

@@ -86,28 +86,37 @@ impl RunFile {
             proxy.val.temperature = self.rollout.val_temperature;
         }
         if !is_given("gateway.store") {
-            self.gateway.store = format!("sqlite:{}", self.trainer.default_local_dir.join("gateway.db").display());
+            self.gateway.store = self.derived_store();
+        }
+        if !is_given("controller.agent_url") {
+            self.controller.agent_url.clone_from(&self.gateway.agent_url);
         }
         if !is_given("controller.work_dir") {
-            self.controller.work_dir = self.trainer.default_local_dir.join("controller");
+            self.controller.work_dir = self.derived_work_dir();
         }
     }
 
+    /// Makes relative paths absolute, and fills in `{{ config_dir }}`.
     fn anchor(&mut self, folder: &Path) {
         let join = |path: &mut PathBuf| *path = folder.join(&*path);
         join(&mut self.model.path);
         join(&mut self.trainer.default_local_dir);
         join(&mut self.controller.work_dir);
+        self.controller.supervisor.iter_mut().for_each(join);
         self.data.train_files.iter_mut().chain(&mut self.data.val_files).for_each(join);
-        if let Some(path) = self.gateway.store.strip_prefix("sqlite:") {
+        if let Some(path) = store_path(&self.gateway.store) {
             self.gateway.store = format!("sqlite:{}", folder.join(path).display());
         }
         let here = folder.display().to_string();
-        let fill = |text: &mut String| *text = text.replace(CONFIG_DIR, &here);
+        let fill = |text: &mut String| *text = text.replace(CONFIG_DIR, &here).replace("{{config_dir}}", &here);
         if let Some(process) = &mut self.rollout.process {
             process.argv.iter_mut().chain(process.env.values_mut()).chain(&mut process.cwd).for_each(fill);
+            // A folder that begins with a template is whatever the template says.
+            for cwd in process.cwd.iter_mut().filter(|cwd| !cwd.starts_with("{{")) {
+                *cwd = folder.join(&*cwd).display().to_string();
+            }
         }
-        if let Some(evaluator) = &mut self.rollout.evaluator {
+        for evaluator in self.rollout.evaluator.iter_mut().chain(&mut self.controller.evaluator) {
             evaluator.argv.iter_mut().chain(evaluator.env.values_mut()).for_each(fill);
         }
     }
@@ -126,13 +135,38 @@ impl RunFile {
         }
     }
 
-    /// Writes the settings as they are used, so that a run can be looked at and continued.
+    /// Writes the settings, so that a run can be looked at and continued: without the server key, and without what follows
+    /// from other keys, so that it still follows when these are overridden.
     ///
     /// # Errors
     /// Where the file cannot be written.
     pub fn write(&self, path: &Path) -> anyhow::Result<()> {
-        let text = toml::to_string_pretty(self)?;
-        std::fs::write(path, text).map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))
+        let mut table = toml::Table::try_from(self)?;
+        let derived = [
+            ("gateway.key", true),
+            ("gateway.store", self.gateway.store == self.derived_store()),
+            ("gateway.default_proxy.model_name", self.gateway.default_proxy.model_name == self.model.name),
+            ("gateway.default_proxy.train", self.gateway.default_proxy.train.temperature == self.rollout.temperature),
+            ("gateway.default_proxy.val", self.gateway.default_proxy.val.temperature == self.rollout.val_temperature),
+            ("controller.agent_url", self.controller.agent_url == self.gateway.agent_url),
+            ("controller.work_dir", self.controller.work_dir == self.derived_work_dir()),
+        ];
+        for (key, _) in derived.iter().filter(|(_, follows)| *follows) {
+            remove(&mut table, key);
+        }
+        let text = toml::to_string_pretty(&table)?;
+        let fresh = path.with_extension("new");
+        std::fs::write(&fresh, text)
+            .and_then(|()| std::fs::rename(&fresh, path))
+            .map_err(|error| anyhow::anyhow!("cannot write {}: {error}", path.display()))
+    }
+
+    fn derived_store(&self) -> String {
+        format!("sqlite:{}", self.trainer.default_local_dir.join("gateway.db").display())
+    }
+
+    fn derived_work_dir(&self) -> PathBuf {
+        self.trainer.default_local_dir.join("controller")
     }
 
     /// Where clients find the gateway when nothing else is said: where this file says it listens.
@@ -140,6 +174,22 @@ impl RunFile {
     pub fn gateway_url(&self) -> String {
         let listen = self.gateway.listen.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]");
         format!("http://{listen}")
+    }
+}
+
+/// The file of a SQLite store, which may be written with or without its scheme.
+pub fn store_path(store: &str) -> Option<&str> {
+    (store != "memory").then(|| store.strip_prefix("sqlite:").unwrap_or(store))
+}
+
+fn remove(table: &mut toml::Table, key: &str) {
+    match key.split_once('.') {
+        Some((section, rest)) => {
+            if let Some(inner) = table.get_mut(section).and_then(toml::Value::as_table_mut) {
+                remove(inner, rest);
+            }
+        }
+        None => drop(table.remove(key)),
     }
 }
 
@@ -216,6 +266,16 @@ mod tests {
         file.write(&path).unwrap();
         let again = RunFile::read(Some(&path), &[]).unwrap();
         assert_eq!(toml::to_string(&again).unwrap(), toml::to_string(&file).unwrap());
+    }
+
+    #[test]
+    fn a_written_file_holds_no_key_and_what_follows_from_other_keys_still_follows() {
+        let file = read("[gateway]\nkey = \"secret\"\n[rollout]\nval_temperature = 0.7\n", &[]).unwrap();
+        let path = std::env::temp_dir().join(format!("agl-run-file-follows-{}.toml", std::process::id()));
+        file.write(&path).unwrap();
+        assert!(!std::fs::read_to_string(&path).unwrap().contains("secret"));
+        let again = RunFile::read(Some(&path), &["rollout.val_temperature=0.25".into()]).unwrap();
+        assert_eq!(again.gateway.default_proxy.val.temperature, 0.25);
     }
 
     #[test]

@@ -18,14 +18,25 @@ pub struct Stack {
 
 struct Part {
     stop: oneshot::Sender<()>,
-    task: JoinHandle<anyhow::Result<()>>,
+    /// `None` once it has ended and said how.
+    task: Option<JoinHandle<anyhow::Result<()>>>,
 }
 
 impl Part {
     async fn end(self) -> anyhow::Result<()> {
         // Nobody to tell where it has ended already.
         let _ = self.stop.send(());
-        self.task.await?
+        match self.task {
+            Some(task) => task.await?,
+            None => Ok(()),
+        }
+    }
+
+    async fn ended(&mut self) -> anyhow::Result<()> {
+        let Some(task) = &mut self.task else { return std::future::pending().await };
+        let result = task.await;
+        self.task = None;
+        result?
     }
 }
 
@@ -41,14 +52,14 @@ impl Stack {
             tokio::spawn(
                 async move { gateway.serve(async { drop(stopped.await) }).await.context("the gateway ended") },
             );
-        let gateway = Part { stop, task };
+        let gateway = Part { stop, task: Some(task) };
         let (stop, stopped) = oneshot::channel::<()>();
         let runner = Controller::new(controller, client.clone());
         let task =
             tokio::spawn(
                 async move { runner.run(async { drop(stopped.await) }).await.context("the controller ended") },
             );
-        Ok(Self { client, gateway, controller: Part { stop, task } })
+        Ok(Self { client, gateway, controller: Part { stop, task: Some(task) } })
     }
 
     /// Stops the controller, which ends its agents, then the gateway, which has written everything it acknowledged.
@@ -61,14 +72,10 @@ impl Stack {
     /// Ends when either part has ended by itself, with its error.
     pub async fn failed(&mut self) -> anyhow::Error {
         let ended = tokio::select! {
-            ended = &mut self.gateway.task => ended,
-            ended = &mut self.controller.task => ended,
+            ended = self.gateway.ended() => ended,
+            ended = self.controller.ended() => ended,
         };
-        match ended {
-            Ok(Err(error)) => error,
-            Ok(Ok(())) => anyhow::anyhow!("the gateway or the controller ended before the run did"),
-            Err(error) => error.into(),
-        }
+        ended.err().unwrap_or_else(|| anyhow::anyhow!("the gateway or the controller ended before the run did"))
     }
 }
 

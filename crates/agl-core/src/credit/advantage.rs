@@ -77,7 +77,10 @@ pub fn advantages(rollouts: &[Scored], estimator: Estimator, level: AdvantageLev
         };
         let statistics = Statistics::of(members.iter().map(|&(index, reward)| (reward, weight(index))));
         if members.iter().all(|&(_, reward)| reward == members[0].1) {
+            // Exactly 0, not what rounding leaves of R − mean: dividing that by a std near 0 would make it anything.
+            members.iter().for_each(|&(index, _)| result.values[index] = Some(0.0));
             result.zero_variance_groups.push(group.to_owned());
+            continue;
         }
         for (index, reward) in members {
             result.values[index] = Some(statistics.advantage(reward, estimator));
@@ -157,6 +160,14 @@ mod tests {
         assert_eq!(result.values, [None, None, Some(0.0), Some(0.0)]);
         assert_eq!(result.dropped_groups, ["a"]);
         assert_eq!(result.zero_variance_groups, ["b"]);
+    }
+
+    #[test]
+    fn a_group_of_equal_rewards_has_advantages_of_exactly_zero() {
+        let group = [scored("g", 0.1, 1), scored("g", 0.1, 1), scored("g", 0.1, 1)];
+        for estimator in [Estimator::Grpo, Estimator::GrpoNoStd, Estimator::Rloo] {
+            assert_eq!(advantages(&group, estimator, AdvantageLevel::Rollout).values, [Some(0.0); 3]);
+        }
     }
 
     proptest! {

@@ -13,6 +13,7 @@ use agl_trainer::serving::Serving;
 use clap::Args;
 use indicatif::ProgressBar;
 
+use super::run::SETTINGS;
 use crate::failure::{interrupted, usage};
 use crate::output::{clipped, json, line, table};
 use crate::run_file::RunFile;
@@ -27,7 +28,7 @@ pub struct EvalArgs {
     /// Tasks, `.jsonl` or `.parquet`; may be repeated. The run file's validation tasks if absent.
     #[arg(long = "data", value_name = "FILE")]
     data: Vec<PathBuf>,
-    /// Which agent to run; the `run.toml` of the checkpoint's own run if absent.
+    /// Which agent to run; the settings of the checkpoint's own run if absent.
     #[arg(long = "run", value_name = "RUN.TOML")]
     run_file: Option<PathBuf>,
     /// Sets a key of the run file; may be repeated.
@@ -71,6 +72,9 @@ pub async fn eval(args: EvalArgs) -> anyhow::Result<()> {
 
     let scratch = Scratch::new(args.out.as_deref())?;
     file.gateway.listen = "127.0.0.1:0".into();
+    file.gateway.key = super::quickstart::fresh_key();
+    // Wherever the run's own agents found their gateway: these find this one.
+    (file.gateway.agent_url, file.controller.agent_url) = (None, None);
     file.gateway.store = match &args.out {
         Some(folder) => format!("sqlite:{}", folder.join("gateway.db").display()),
         None => "memory".into(),
@@ -80,7 +84,7 @@ pub async fn eval(args: EvalArgs) -> anyhow::Result<()> {
     let client = stack.client.clone();
     let evaluation = tokio::select! {
         evaluation = evaluate(&args, &file, &client, &policy, &tasks) => evaluation,
-        error = stack.failed() => return Err(error),
+        error = stack.failed() => Err(error),
         () = interrupt() => Err(interrupted("interrupted")),
     };
     let stopped = stack.stop().await;
@@ -132,7 +136,7 @@ async fn evaluate(
     let bar = ProgressBar::new((tasks.len() * args.n) as u64);
     let evaluation = plan.run(tasks, &mut collector, |_| bar.inc(1)).await;
     bar.finish_and_clear();
-    serving.stop().await?;
+    serving.stop(client).await?;
     Ok(evaluation?)
 }
 
@@ -189,17 +193,13 @@ fn policy_of(checkpoint: &Path) -> anyhow::Result<PathBuf> {
         })
 }
 
-/// `OUT/run.toml` for `OUT/checkpoints/step-000040` and for its `policy` folder.
+/// `OUT/settings.toml` for `OUT/checkpoints/step-000040` and for its `policy` folder.
 fn run_file_of(checkpoint: &Path) -> anyhow::Result<PathBuf> {
     let place = checkpoint.canonicalize().unwrap_or_else(|_| checkpoint.to_owned());
-    place.ancestors().skip(1).take(3).map(|folder| folder.join("run.toml")).find(|path| path.is_file()).ok_or_else(
-        || {
-            usage(format!(
-                "{}: no run.toml beside it; say which agent to run with --run RUN.TOML",
-                checkpoint.display()
-            ))
-        },
-    )
+    place.ancestors().skip(1).take(3).map(|folder| folder.join(SETTINGS)).find(|path| path.is_file()).ok_or_else(|| {
+        let checkpoint = checkpoint.display();
+        usage(format!("{checkpoint}: not part of a run, there is no {SETTINGS} above it; say which agent to run with --run RUN.TOML"))
+    })
 }
 
 /// The folder that rollouts run in, removed at the end unless it was asked for.

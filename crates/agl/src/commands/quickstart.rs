@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::Args;
 use tokio::process::Command;
 
-use super::run::{print_summary, run_here};
+use super::run::{SETTINGS, print_summary, run_here};
 use crate::failure::usage;
 use crate::output::{line, note};
 use crate::run_file::RunFile;
@@ -70,13 +70,15 @@ pub async fn quickstart(args: QuickstartArgs) -> anyhow::Result<()> {
         Some(out) => out.clone(),
         None => default_folder(args.resume)?,
     };
-    let file = if args.resume { settings_of(&out, &args)? } else { unpack(&out, &args).await? };
+    let mut file = if args.resume { settings_of(&out, &args)? } else { unpack(&out, &args).await? };
     if args.unpack_only {
         let path = out.join("run.toml");
         file.write(&path)?;
         line(path.display());
         return Ok(());
     }
+    // Nobody else needs this gateway, so nobody gets in: not even the agents, but with their attempts' own keys.
+    file.gateway.key = fresh_key();
     note(format!("agl quickstart: a calculator agent learns in {}", out.display()));
     let again = format!("agl quickstart --resume --out {}", out.display());
     let summary = run_here(&file, args.resume, &again).await?;
@@ -94,6 +96,11 @@ pub async fn quickstart(args: QuickstartArgs) -> anyhow::Result<()> {
         out = out.display(),
     ));
     Ok(())
+}
+
+/// A server key that lasts as long as this process.
+pub fn fresh_key() -> String {
+    format!("{:032x}", rand::random::<u128>())
 }
 
 /// Writes the recipe into the folder of the run and makes its questions.
@@ -140,8 +147,8 @@ fn settings_of(out: &Path, args: &QuickstartArgs) -> anyhow::Result<RunFile> {
     if args.seed.is_some() {
         return Err(usage("--seed cannot change in the middle of a run; leave it out with --resume"));
     }
-    let path = out.join("run.toml");
-    if !path.is_file() {
+    let path = out.join(SETTINGS);
+    if !path.is_file() || !out.join("run.json").is_file() {
         return Err(usage(format!("{} holds no run to resume; start one without --resume", out.display())));
     }
     let mut overrides: Vec<String> = Vec::new();

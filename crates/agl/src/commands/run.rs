@@ -6,15 +6,19 @@ use std::time::Duration;
 use agl_client::GatewayClient;
 use agl_controller::Controller;
 use agl_gateway::Gateway;
-use agl_trainer::train::{RunSummary, Settings, Trainer};
+use agl_trainer::TrainerError;
+use agl_trainer::train::{RunSummary, Trainer};
 use clap::Args;
 
 use crate::RunFileArgs;
 use crate::failure::{interrupted, usage};
 use crate::output::{line, note};
 use crate::progress::RunView;
-use crate::run_file::RunFile;
+use crate::run_file::{RunFile, store_path};
 use crate::stack::{Stack, interrupt};
+
+/// The settings of a run, in its folder. Not called `run.toml`: that may be the user's own file.
+pub const SETTINGS: &str = "settings.toml";
 
 /// A killed gateway is waited for this long before the trainer or the controller gives up.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -103,32 +107,34 @@ pub async fn run_here(file: &RunFile, resume: bool, again: &str) -> anyhow::Resu
     let mut stack = Stack::start(file.gateway.clone(), file.controller.clone()).await?;
     let client = stack.client.clone();
     let result = tokio::select! {
-        result = train_with(file.settings(), client, resume, &file.trainer.default_local_dir, file) => result,
-        error = stack.failed() => return Err(error),
-        () = interrupt() => Err(interrupted(format!("interrupted; continue with: {again}"))),
+        result = train_with(file, client, resume, again) => result,
+        error = stack.failed() => Err(error),
     };
-    if result.is_err() {
-        note("stopping the agents …");
-    }
     let stopped = stack.stop().await;
     let summary = result?;
     stopped?;
     Ok(summary)
 }
 
-async fn train_with(
-    settings: Settings,
-    client: GatewayClient,
-    resume: bool,
-    folder: &Path,
-    file: &RunFile,
-) -> anyhow::Result<RunSummary> {
-    let trainer = Trainer::prepare(settings, client, resume).await?;
-    file.write(&folder.join("run.toml"))?;
+/// Trains to the end, or to Ctrl-C. `again` is the command that continues the run.
+async fn train_with(file: &RunFile, client: GatewayClient, resume: bool, again: &str) -> anyhow::Result<RunSummary> {
+    let folder = &file.trainer.default_local_dir;
+    // First, so that whatever there is of a run can be continued with its settings; a run that is there keeps its own.
+    if !folder.join("run.json").exists() {
+        file.write(&folder.join(SETTINGS))?;
+    }
+    let mut interrupts = std::pin::pin!(interrupt());
+    let trainer = tokio::select! {
+        trainer = Trainer::prepare(file.settings(), client, resume) => trainer?,
+        () = &mut interrupts => return Err(interrupted("interrupted before the run began")),
+    };
     let mut view = RunView::new();
-    let result = trainer.run(|progress| view.show(progress)).await;
+    let result = trainer.run(|progress| view.show(progress), interrupts).await;
     view.finish();
-    Ok(result?)
+    match result {
+        Err(TrainerError::Interrupted { .. }) => Err(interrupted(format!("interrupted; continue with: {again}"))),
+        result => Ok(result?),
+    }
 }
 
 fn create(folder: &Path) -> anyhow::Result<()> {
@@ -170,7 +176,7 @@ pub async fn serve(args: ServeArgs) -> anyhow::Result<()> {
         file.gateway.key = key;
     }
     // The gateway may be the first part of a run to start.
-    if let Some(folder) = file.gateway.store.strip_prefix("sqlite:").and_then(|path| Path::new(path).parent()) {
+    if let Some(folder) = store_path(&file.gateway.store).and_then(|path| Path::new(path).parent()) {
         create(folder)?;
     }
     let gateway = Gateway::bind(file.gateway.clone()).await?;
@@ -198,10 +204,7 @@ pub async fn train(args: TrainArgs) -> anyhow::Result<()> {
     let folder = &file.trainer.default_local_dir;
     create(folder)?;
     let again = format!("agl train {} --resume", path.display());
-    let summary = tokio::select! {
-        result = train_with(file.settings(), client, args.resume, folder, &file) => result?,
-        () = interrupt() => return Err(interrupted(format!("interrupted; continue with: {again}"))),
-    };
+    let summary = train_with(&file, client, args.resume, &again).await?;
     print_summary(&summary, &file);
     Ok(())
 }
