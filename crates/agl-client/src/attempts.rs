@@ -41,7 +41,7 @@ impl GatewayClient {
         let url = self.url(&["api", "rollouts", rollout_id, "attempts", attempt_id]);
         let body = encode(&url, patch)?;
         let asked = patch.state;
-        self.patch(url, body, async || {
+        self.patch(url, body, asked.is_some(), async || {
             let attempts = self.list_attempts(rollout_id).await?;
             Ok(attempts
                 .into_iter()
@@ -51,14 +51,18 @@ impl GatewayClient {
     }
 
     /// Sends a patch. Where an answer was lost and the repeated patch conflicts, `arrived` looks whether the first one
-    /// did what was asked.
+    /// did what was asked. One that moves no state machine (`moves`) is the same sent twice, and is simply sent again.
     pub(crate) async fn patch<T: DeserializeOwned>(
         &self,
         url: Url,
         body: Bytes,
+        moves: bool,
         arrived: impl AsyncFnOnce() -> Result<Option<T>, ClientError>,
     ) -> Result<T, ClientError> {
         let call = Call { method: Method::PATCH, url, body: Some(body), repeat: Repeat::Freely };
+        if !moves {
+            return self.decoded(call).await;
+        }
         match self.send(&call).await {
             Ok(response) => match response.bytes().await {
                 Ok(bytes) => serde_json::from_slice(&bytes)

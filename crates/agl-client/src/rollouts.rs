@@ -100,7 +100,7 @@ impl GatewayClient {
         let url = self.url(&["api", "rollouts", rollout_id]);
         let body = encode(&url, &StatusBody { status })?;
         let asked = status.state;
-        self.patch(url, body, async || {
+        self.patch(url, body, asked.is_some(), async || {
             let rollout = self.get_rollout(rollout_id).await?.rollout;
             Ok((asked == Some(rollout.status.state)).then_some(rollout))
         })

@@ -82,6 +82,7 @@ impl Watch {
         };
         match connection.chunk().await {
             Ok(Some(bytes)) => {
+                self.backoff = FIRST_BACKOFF;
                 for block in self.parser.push(&bytes) {
                     self.take(&block)?;
                 }
@@ -89,6 +90,7 @@ impl Watch {
             Ok(None) | Err(_) => {
                 self.connection = None;
                 self.parser = SseParser::default();
+                self.pause().await;
             }
         }
         Ok(())
@@ -126,7 +128,7 @@ impl Watch {
             Ok(response) if response.status().is_success() => {
                 self.client.note_back();
                 self.away_since = None;
-                self.backoff = FIRST_BACKOFF;
+                // That it accepts is no reason to hurry: it may end every stream at once.
                 self.connection = Some(response);
                 Ok(())
             }
@@ -155,9 +157,14 @@ impl Watch {
                 other => ClientError::Unreachable { url, waited: since.elapsed(), source: Box::new(other) },
             });
         }
+        self.pause().await;
+        Ok(())
+    }
+
+    /// Waits before connecting again, longer each time until something is received.
+    async fn pause(&mut self) {
         tokio::time::sleep(jittered(self.backoff)).await;
         self.backoff = (self.backoff * 2).min(LONGEST_BACKOFF);
-        Ok(())
     }
 
     async fn list_unfinished(&mut self, cursor: u64) -> Result<(), ClientError> {

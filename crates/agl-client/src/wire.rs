@@ -49,6 +49,18 @@ pub struct AttemptDetail {
     /// How the last of them ended; `None` where there was none.
     #[serde(default)]
     pub last_call: Option<LastCall>,
+    /// When the gateway's process started, in seconds since the epoch by the clock of `attempt.created_at`; 0 where it does
+    /// not say.
+    #[serde(default)]
+    pub gateway_started_at: f64,
+}
+
+impl AttemptDetail {
+    /// True where the gateway was restarted since the attempt began: calls that were under way then got no answer.
+    #[must_use]
+    pub fn outlived_a_gateway(&self) -> bool {
+        self.attempt.created_at < self.gateway_started_at
+    }
 }
 
 /// How a model call ended.

@@ -14,7 +14,7 @@ use crate::config::ControllerConfig;
 use crate::launch::Launch;
 use crate::supervised::{Step, Supervised, tail};
 use crate::supervisor::record::Answer;
-use crate::verdict::{Calls, NO_CALL, Retry, Verdict};
+use crate::verdict::{Calls, NO_CALL, Retry, Stopper, Verdict};
 use crate::work_dir::{AttemptDir, WorkDir};
 
 /// Beyond its grace a supervisor gets this long before it is killed itself.
@@ -78,12 +78,15 @@ impl Due {
 }
 
 impl Runner {
-    /// What a rollout needs that is `running` while we know nothing of it: an earlier controller ran it, or another
-    /// one does.
+    /// What a rollout needs of which we only know what the gateway and the work directory tell: an earlier controller ran
+    /// it, or another one does, or an error tore us away from it.
     pub(crate) async fn take_up(&self, rollout_id: &str) -> Result<Next, ClientError> {
         let rollout = self.client.get_rollout(rollout_id).await?.rollout;
-        if rollout.status.state != RolloutState::Running {
-            return Ok(Next::Nothing);
+        match rollout.status.state {
+            // It was being claimed when something went wrong.
+            RolloutState::Queuing => return Ok(Next::Attempt(Box::new(Due::first(rollout)))),
+            RolloutState::Running => {}
+            RolloutState::Succeeded | RolloutState::Failed => return Ok(Next::Nothing),
         }
         let attempts = self.client.list_attempts(rollout_id).await?;
         let spent = attempts.iter().filter(|detail| costs(detail)).count().try_into().unwrap_or(u32::MAX);
@@ -124,6 +127,34 @@ impl Runner {
         self.follow(due, verdict).await
     }
 
+    /// Takes a rollout up that an error tore us away from: after `wait`, or at once where it is to end.
+    pub(crate) async fn take_up_again(
+        &self,
+        rollout_id: &str,
+        wait: Duration,
+        mut stop: StopSignal,
+    ) -> Result<Next, ClientError> {
+        let reason = tokio::time::timeout(wait, stopped(&mut stop)).await.ok();
+        let left = || self.work_dir.marked().into_iter().filter(|(marked, _)| marked == rollout_id);
+        if reason == Some(Stop::Shutdown) {
+            for (_, attempt_id) in left() {
+                // Dropped, it ends the agent; the next controller reports it.
+                drop(Supervised::find(&self.work_dir.attempt(rollout_id, &attempt_id), self.leave.clone()));
+            }
+            return Ok(Next::Nothing);
+        }
+        let next = match self.take_up(rollout_id).await {
+            Err(error) if error.is_not_found() => Next::Nothing,
+            next => next?,
+        };
+        if matches!(next, Next::Nothing) {
+            for (_, attempt_id) in left() {
+                self.reclaim(rollout_id, &attempt_id).await?;
+            }
+        }
+        Ok(next)
+    }
+
     /// Attempts of another controller are left alone while that may still be there.
     fn is_ours(&self, detail: &AttemptDetail) -> bool {
         let runner = |key: &str| detail.attempt.runner.get(key).and_then(Value::as_str);
@@ -161,7 +192,14 @@ impl Runner {
             }
         };
         let verdict = match supervised {
-            Ok(supervised) => self.see_through(&mut due, supervised, &dir, &mut stop).await?,
+            Ok(mut supervised) => match self.see_through(&mut due, &mut supervised, &dir, &mut stop).await {
+                Ok(verdict) => verdict,
+                Err(error) => {
+                    // The agent goes on: it is taken up again once the gateway hears us.
+                    supervised.let_go();
+                    return Err(error);
+                }
+            },
             Err(verdict) => verdict,
         };
         self.settle(&due, &verdict).await?;
@@ -212,34 +250,36 @@ impl Runner {
     async fn see_through(
         &self,
         due: &mut Due,
-        mut supervised: Supervised,
+        supervised: &mut Supervised,
         dir: &AttemptDir,
         stop: &mut StopSignal,
     ) -> Result<Verdict, ClientError> {
         let (rollout_id, attempt_id) = (due.rollout.rollout_id.clone(), due.attempt_id());
         let timeout = due.rollout.config.timeout_seconds;
         let mut calls: Option<Calls> = None;
+        let mut stopper = if supervised.is_ours() { Stopper::Agent } else { Stopper::Unknown };
         loop {
             let step = tokio::select! {
                 step = supervised.next() => step,
                 reason = stopped(stop) => {
-                    self.end(&mut supervised).await;
+                    self.end(supervised).await;
                     if reason == Stop::Ended {
                         return Ok(Verdict::cancelled());
                     }
+                    stopper = Stopper::Us;
                     Step::Exited
                 }
             };
             match step {
                 Step::Started { pid } => {
                     tracing::info!(rollout_id, attempt_id, pid, "agent started");
-                    self.report_running(due, &supervised, pid, dir).await?;
+                    self.report_running(due, supervised, pid, dir).await?;
                     due.reported = true;
                 }
                 Step::AgentEnded(end) => {
                     // The agent's key ends with its process, before the evaluator begins.
                     let calls = calls.insert(self.end_key(&rollout_id, &attempt_id).await?);
-                    let verdict = Verdict::of_agent(&end, calls, timeout, "");
+                    let verdict = Verdict::of_agent(&end, stopper, calls, timeout, "");
                     let repeated = verdict.retry == Retry::Costs && self.may_retry(due);
                     supervised.answer(if repeated { Answer::Skip } else { Answer::Go }).await;
                 }
@@ -255,7 +295,7 @@ impl Runner {
             Some(calls) => calls,
             None => self.end_key(&rollout_id, &attempt_id).await?,
         };
-        Ok(Verdict::of(&record, &calls, timeout, &tail(&dir.stderr()), &tail(&dir.evaluator_stderr())))
+        Ok(Verdict::of(&record, stopper, &calls, timeout, &tail(&dir.stderr()), &tail(&dir.evaluator_stderr())))
     }
 
     /// Ends a supervisor: asks it, waits, kills it.
@@ -300,7 +340,10 @@ impl Runner {
     async fn end_key(&self, rollout_id: &str, attempt_id: &str) -> Result<Calls, ClientError> {
         let patch = AttemptPatch { agent_ended: Some(true), ..AttemptPatch::default() };
         match self.client.patch_attempt(rollout_id, attempt_id, &patch).await {
-            Ok(detail) => Ok(Calls { count: detail.calls, last: detail.last_call }),
+            Ok(detail) => {
+                let gateway_restarted = detail.outlived_a_gateway();
+                Ok(Calls { count: detail.calls, last: detail.last_call, gateway_restarted })
+            }
             Err(error) if error.is_not_found() || error.is_conflict() => Ok(Calls::default()),
             Err(error) => Err(error),
         }
@@ -313,6 +356,9 @@ impl Runner {
         match verdict.failure {
             None if message.is_some() => tracing::error!(rollout_id, attempt_id, "{}", message.unwrap_or_default()),
             None => tracing::info!(rollout_id, attempt_id, "agent succeeded"),
+            Some(_) if verdict.retry == Retry::Free => {
+                tracing::info!(rollout_id, attempt_id, "{}", message.unwrap_or_default());
+            }
             Some(class) => {
                 tracing::warn!(rollout_id, attempt_id, ?class, "attempt failed: {}", message.unwrap_or_default());
                 if message.is_some_and(|message| message.contains(NO_CALL)) {

@@ -92,6 +92,8 @@ struct Board {
     places: HashMap<String, Place>,
     tasks: JoinSet<Outcome>,
     names: HashMap<tokio::task::Id, String>,
+    /// How often in a row something went wrong with a rollout that is none of its attempts' failures.
+    troubles: HashMap<String, u32>,
 }
 
 type Outcome = Result<Next, ClientError>;
@@ -111,6 +113,7 @@ impl Board {
             places: HashMap::new(),
             tasks: JoinSet::new(),
             names: HashMap::new(),
+            troubles: HashMap::new(),
         }
     }
 
@@ -158,6 +161,14 @@ impl Board {
         let runner = self.runner.clone();
         let rollout_id = rollout.rollout_id;
         self.spawn(rollout_id.clone(), async move |_| runner.take_up(&rollout_id).await);
+    }
+
+    /// Takes a rollout up again after a while, as the gateway and the work directory then tell that it stands.
+    fn take_up_later(&mut self, rollout_id: String) {
+        let troubles = self.troubles.entry(rollout_id.clone()).or_default();
+        *troubles += 1;
+        let (runner, wait) = (self.runner.clone(), self.runner.config.backoff(*troubles));
+        self.spawn(rollout_id.clone(), async move |stop| runner.take_up_again(&rollout_id, wait, stop).await);
     }
 
     /// Looks after supervisors whose rollouts may have ended while no controller ran: no snapshot tells of those.
@@ -208,14 +219,28 @@ impl Board {
         };
         let ended_from_outside =
             matches!(self.places.remove(&rollout_id), Some(Place::Active(stop)) if stop.borrow().is_some());
-        match outcome {
-            Some(Ok(Next::Attempt(_))) if ended_from_outside => {}
+        let outcome = match outcome {
+            Some(Ok(next)) => Some(next),
+            Some(Err(error)) if error.is_not_found() => Some(Next::Nothing),
+            Some(Err(error)) => {
+                tracing::error!(rollout_id, "cannot go on with this rollout now, trying again later: {error}");
+                None
+            }
+            None => None,
+        };
+        let Some(next) = outcome else {
+            self.take_up_later(rollout_id);
+            return;
+        };
+        if ended_from_outside || matches!(next, Next::Nothing) {
+            self.troubles.remove(&rollout_id);
+        }
+        match next {
+            Next::Attempt(_) if ended_from_outside => {}
             // It runs already: it needs no place, it has one.
-            Some(Ok(Next::Attempt(due))) if due.found.is_some() => self.start(*due),
-            Some(Ok(Next::Attempt(due))) => self.enqueue(*due),
-            Some(Ok(Next::Nothing)) | None => {}
-            Some(Err(error)) if error.is_not_found() => {}
-            Some(Err(error)) => tracing::error!(rollout_id, "cannot go on with this rollout: {error}"),
+            Next::Attempt(due) if due.found.is_some() => self.start(*due),
+            Next::Attempt(due) => self.enqueue(*due),
+            Next::Nothing => {}
         }
     }
 

@@ -118,6 +118,17 @@ impl Supervised {
         None
     }
 
+    /// True where this controller started the supervisor.
+    #[must_use]
+    pub fn is_ours(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Makes the supervisor and its agent go on when this is dropped.
+    pub fn let_go(&mut self) {
+        self.leave = Arc::new(AtomicBool::new(true));
+    }
+
     /// The supervisor's process number.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {

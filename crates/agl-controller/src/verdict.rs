@@ -36,6 +36,20 @@ pub struct Calls {
     pub count: u64,
     /// How the last one ended.
     pub last: Option<LastCall>,
+    /// The gateway was restarted under the attempt: a call that was under way then got no answer and no record.
+    pub gateway_restarted: bool,
+}
+
+/// Who wanted the supervisor to end what it ran. The supervisor only knows that it got a signal, and the agent, which runs
+/// as the same user, can send one too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stopper {
+    /// This controller, because it ends.
+    Us,
+    /// An earlier controller, or the agent.
+    Unknown,
+    /// We started the supervisor and did not stop it: the agent.
+    Agent,
 }
 
 impl Verdict {
@@ -45,14 +59,15 @@ impl Verdict {
     #[must_use]
     pub fn of(
         record: &ExitRecord,
+        stopper: Stopper,
         calls: &Calls,
         timeout_seconds: u64,
         stderr_tail: &str,
         evaluator_tail: &str,
     ) -> Self {
-        let mut verdict = Self::of_agent(&record.agent, calls, timeout_seconds, stderr_tail);
+        let mut verdict = Self::of_agent(&record.agent, stopper, calls, timeout_seconds, stderr_tail);
         if record.evaluator.as_ref().is_some_and(|end| end.stopped) {
-            return Self::shut_down(verdict.exit_code);
+            return Self::stopped(stopper, verdict.exit_code);
         }
         let Some(trouble) = record.evaluator.as_ref().and_then(|end| evaluator_trouble(end, evaluator_tail)) else {
             return verdict;
@@ -67,7 +82,7 @@ impl Verdict {
 
     /// Judges the agent alone.
     #[must_use]
-    pub fn of_agent(agent: &End, calls: &Calls, timeout_seconds: u64, stderr_tail: &str) -> Self {
+    pub fn of_agent(agent: &End, stopper: Stopper, calls: &Calls, timeout_seconds: u64, stderr_tail: &str) -> Self {
         let exit_code = agent.exit_code();
         let failed =
             |failure, message: String, retry| Self { failure: Some(failure), message: Some(message), exit_code, retry };
@@ -76,7 +91,7 @@ impl Verdict {
             return failed(FailureClass::Infrastructure, reason.message.clone(), retry);
         }
         if agent.stopped {
-            return Self::shut_down(exit_code);
+            return Self::stopped(stopper, exit_code);
         }
         let silent = (calls.count == 0).then_some(NO_CALL);
         if agent.timed_out {
@@ -99,6 +114,12 @@ impl Verdict {
             message = format!("{message} after its last model call ended with {status}");
             return failed(FailureClass::Infrastructure, message, Retry::Costs);
         }
+        if calls.gateway_restarted {
+            message = format!(
+                "{message}; the gateway was restarted under it, which ends an agent that does not retry its calls"
+            );
+            return failed(FailureClass::Infrastructure, message, Retry::Costs);
+        }
         if let Some(silent) = silent {
             message = format!("{message}; {silent}");
         }
@@ -108,10 +129,22 @@ impl Verdict {
         failed(FailureClass::Agent, message, Retry::Never)
     }
 
-    /// The controller ended the agent or its evaluator because it had to end itself.
-    fn shut_down(exit_code: Option<i32>) -> Self {
-        let message = Some("the controller ended it while shutting down".to_owned());
-        Self { failure: Some(FailureClass::Infrastructure), message, exit_code, retry: Retry::Free }
+    /// The supervisor was told to end the agent or its evaluator. Only our own word for it is worth a free attempt.
+    fn stopped(stopper: Stopper, exit_code: Option<i32>) -> Self {
+        let (failure, retry, message) = match stopper {
+            Stopper::Us => (FailureClass::Infrastructure, Retry::Free, "the controller ended it while shutting down"),
+            Stopper::Unknown => (
+                FailureClass::Infrastructure,
+                Retry::Costs,
+                "it was ended by a signal to its supervisor while no controller ran",
+            ),
+            Stopper::Agent => (
+                FailureClass::Agent,
+                Retry::Never,
+                "its supervisor got a signal to end it that the controller did not send",
+            ),
+        };
+        Self { failure: Some(failure), message: Some(message.to_owned()), exit_code, retry }
     }
 
     /// An attempt of which nothing can be known any more.
@@ -177,11 +210,11 @@ mod tests {
 
     fn calls(last: Option<(u16, &str)>) -> Calls {
         let last = last.map(|(status, word)| LastCall { http_status: Some(status), status: word.to_owned() });
-        Calls { count: 1, last }
+        Calls { count: 1, last, gateway_restarted: false }
     }
 
     fn judge(agent: End, calls: &Calls) -> Verdict {
-        Verdict::of(&ExitRecord { agent, evaluator: None }, calls, 60, "boom", "")
+        Verdict::of(&ExitRecord { agent, evaluator: None }, Stopper::Us, calls, 60, "boom", "")
     }
 
     #[test]
@@ -189,6 +222,7 @@ mod tests {
         let answered = calls(Some((200, "ok")));
         let upstream = calls(Some((503, "error")));
         let own_fault = calls(Some((400, "error")));
+        let restarted = Calls { gateway_restarted: true, ..answered.clone() };
         let timed_out = End { signal: Some(15), timed_out: true, ..End::default() };
         for (agent, calls, failure, retry) in [
             (exit(0), &answered, None, Retry::Never),
@@ -198,6 +232,9 @@ mod tests {
             (exit(1), &own_fault, Some(FailureClass::Agent), Retry::Never),
             (exit(1), &upstream, Some(FailureClass::Infrastructure), Retry::Costs),
             (End { signal: Some(11), ..End::default() }, &answered, Some(FailureClass::Agent), Retry::Never),
+            (exit(1), &restarted, Some(FailureClass::Infrastructure), Retry::Costs),
+            (exit(0), &restarted, None, Retry::Never),
+            (timed_out.clone(), &restarted, Some(FailureClass::Timeout), Retry::Never),
             (timed_out.clone(), &answered, Some(FailureClass::Timeout), Retry::Never),
             (End { stopped: true, ..exit(1) }, &answered, Some(FailureClass::Infrastructure), Retry::Free),
         ] {
@@ -232,18 +269,30 @@ mod tests {
     fn a_broken_evaluator_is_not_the_policys_failure_and_hides_no_failure_of_the_agent() {
         for (agent, failure) in [(exit(0), FailureClass::Infrastructure), (exit(1), FailureClass::Agent)] {
             let record = ExitRecord { agent, evaluator: Some(exit(2)) };
-            let verdict = Verdict::of(&record, &calls(Some((200, "ok"))), 60, "", "no module");
+            let verdict = Verdict::of(&record, Stopper::Us, &calls(Some((200, "ok"))), 60, "", "no module");
             assert_eq!((verdict.failure, verdict.retry), (Some(failure), Retry::Never));
             let message = verdict.message.unwrap();
             assert!(message.contains("the evaluator failed: it exited with code 2") && message.contains("no module"));
         }
         let record = ExitRecord { agent: exit(0), evaluator: Some(exit(0)) };
-        assert_eq!(Verdict::of(&record, &calls(None), 60, "", "").failure, None);
+        assert_eq!(Verdict::of(&record, Stopper::Us, &calls(None), 60, "", "").failure, None);
     }
 
     #[test]
-    fn an_evaluator_that_a_shutdown_ended_costs_nothing() {
-        let record = ExitRecord { agent: exit(0), evaluator: Some(End { stopped: true, ..End::default() }) };
-        assert_eq!(Verdict::of(&record, &calls(None), 60, "", "").retry, Retry::Free);
+    fn an_end_by_signal_costs_nothing_only_where_we_sent_it_ourselves() {
+        let stopped = End { stopped: true, ..End::default() };
+        for record in [
+            ExitRecord { agent: exit(0), evaluator: Some(stopped.clone()) },
+            ExitRecord { agent: stopped, evaluator: None },
+        ] {
+            for (stopper, failure, retry) in [
+                (Stopper::Us, FailureClass::Infrastructure, Retry::Free),
+                (Stopper::Unknown, FailureClass::Infrastructure, Retry::Costs),
+                (Stopper::Agent, FailureClass::Agent, Retry::Never),
+            ] {
+                let verdict = Verdict::of(&record, stopper, &calls(None), 60, "", "");
+                assert_eq!((verdict.failure, verdict.retry), (Some(failure), retry), "{stopper:?}");
+            }
+        }
     }
 }

@@ -6,6 +6,7 @@ use agl_store::SharedStore;
 use axum::http::{HeaderMap, Uri};
 use tokio::sync::{Semaphore, watch};
 
+use crate::clock;
 use crate::config::{GatewayConfig, duration};
 use crate::error::{ApiError, GatewayError};
 use crate::gate::Gate;
@@ -20,6 +21,8 @@ pub(crate) const ALL_CALLS: u32 = 1 << 20;
 /// The parts of a running gateway.
 pub(crate) struct App {
     pub(crate) config: GatewayConfig,
+    /// When this process started to serve, in seconds since the epoch: calls that began before it are lost.
+    pub(crate) started_at: f64,
     pub(crate) store: SharedStore,
     pub(crate) keys: Keys,
     pub(crate) gate: Arc<Gate>,
@@ -46,6 +49,7 @@ impl App {
         let recorder = Recorder::start(Arc::clone(&store));
         Ok(Arc::new(Self {
             config,
+            started_at: clock::now(),
             store,
             keys,
             gate,

@@ -2,7 +2,7 @@
 //!
 //! The server key opens everything. Each attempt has two keys of its own, which open nothing but that attempt's proxy and
 //! event URLs: they are HMACs over (rollout, attempt, scope), so that checking one needs no look-up before its signature has
-//! been found right, and every gateway with the same secret mints the same.
+//! been found right, and a gateway that is restarted on the same store with the same server key mints the same.
 
 use agl_core::rollout::Attempt;
 use axum::http::{HeaderMap, Uri, header};
@@ -54,6 +54,8 @@ impl Scope {
 pub(crate) enum Access {
     /// Everything.
     Full,
+    /// Nobody asked for a key, as none is set: everything but the reward that only the evaluator may give.
+    Anonymous,
     /// What the scope allows on the attempt it was checked for.
     Attempt(Scope),
 }
@@ -66,13 +68,11 @@ pub(crate) struct Keys {
 }
 
 impl Keys {
-    /// `stored` signs the attempt keys where there is no server key to derive a secret from.
+    /// `stored` is the store's random secret. With it in the signature, whoever has an attempt's key cannot try out server
+    /// keys on it; with the server key in it, a new server key ends the attempt keys made under the old one.
     pub(crate) fn new(server: String, stored: [u8; 32]) -> Self {
-        let secret = if server.is_empty() {
-            stored
-        } else {
-            Sha256::new().chain_update(b"agl attempt keys\0").chain_update(server.as_bytes()).finalize().into()
-        };
+        let hash = Sha256::new().chain_update(b"agl attempt keys\0").chain_update(stored);
+        let secret = hash.chain_update(server.as_bytes()).finalize().into();
         Self { server, secret }
     }
 
@@ -101,10 +101,10 @@ impl Keys {
                 return Ok(Access::Attempt(scope));
             }
         }
-        // Without a server key everybody may do everything, except somebody who shows the key of another attempt.
+        // Without a server key anybody is welcome, except somebody who shows the key of another attempt.
         let shows_attempt_key =
             presented.iter().any(|key| Scope::ALL.iter().any(|scope| key.starts_with(scope.prefix())));
-        if self.server.is_empty() && !shows_attempt_key { Ok(Access::Full) } else { Err(ApiError::unauthorized()) }
+        if self.server.is_empty() && !shows_attempt_key { Ok(Access::Anonymous) } else { Err(ApiError::unauthorized()) }
     }
 
     /// Compares MACs of both, in constant time, so that neither length nor content can be found out by timing.
@@ -191,9 +191,17 @@ mod tests {
     }
 
     #[test]
+    fn an_attempt_key_depends_on_the_server_key_and_on_the_stores_secret_and_survives_a_restart() {
+        let mint = |server: &str, stored| Keys::new(server.to_owned(), stored).mint(Scope::Agent, "r", "0");
+        assert_eq!(mint("s3cret", [9; 32]), mint("s3cret", [9; 32]));
+        assert_ne!(mint("s3cret", [9; 32]), mint("s3cret", [8; 32]));
+        assert_ne!(mint("s3cret", [9; 32]), mint("other", [9; 32]));
+    }
+
+    #[test]
     fn without_a_server_key_everybody_may_do_everything_except_with_a_wrong_attempt_key() {
         let keys = keys("");
-        assert_eq!(keys.check(&[], None).unwrap(), Access::Full);
+        assert_eq!(keys.check(&[], None).unwrap(), Access::Anonymous);
         let agent = keys.mint(Scope::Agent, "r", "0");
         assert_eq!(check(&keys, &agent, Some(("r", "0"))), Some(Access::Attempt(Scope::Agent)));
         assert_eq!(check(&keys, &agent, Some(("other", "0"))), None);

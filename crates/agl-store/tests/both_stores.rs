@@ -400,3 +400,21 @@ async fn many_writers_at_once_lose_nothing() {
         assert_eq!(store.events("r", "0", None).await.unwrap().len(), 200);
     }
 }
+
+#[tokio::test]
+async fn a_list_leaves_out_no_state_however_often_and_in_whatever_order_they_are_named() {
+    use RolloutState::{Failed, Queuing, Running, Succeeded};
+    for Opened { store, _folder } in both().await {
+        let ids = ["queuing", "running", "succeeded", "failed"];
+        store.create_rollouts(ids.map(rollout).to_vec()).await.unwrap();
+        for (id, state) in [("running", Running), ("succeeded", Running), ("succeeded", Succeeded), ("failed", Failed)]
+        {
+            store.patch_rollout(id, becoming(state), 2.0).await.unwrap();
+        }
+        let states = [Queuing, Running, Queuing, Running, Queuing, Failed];
+        let found = store.list_rollouts(query(&states)).await.unwrap();
+        let found: Vec<_> = found.iter().map(|rollout| rollout.rollout_id.as_str()).collect();
+        assert_eq!(found, ["queuing", "running", "failed"]);
+        assert!(store.list_rollouts(query(&[])).await.unwrap().is_empty());
+    }
+}

@@ -137,6 +137,15 @@ async fn an_attempt_patch_is_judged_in_the_same_way() {
 }
 
 #[tokio::test]
+async fn a_patch_that_changes_no_state_is_sent_again_when_its_answer_breaks_off() {
+    let server = Scripted::start(vec![Step::Broken(200), answer(200, &attempt("running"))]).await;
+    let patch = AttemptPatch { agent_ended: Some(true), ..AttemptPatch::default() };
+    let detail = client(&server.url).patch_attempt("r1", "0", &patch).await.unwrap();
+    assert_eq!(detail.calls, 3);
+    assert_eq!(server.lines(), ["PATCH /api/rollouts/r1/attempts/0"; 2]);
+}
+
+#[tokio::test]
 async fn a_refusal_is_not_repeated_and_carries_the_gateways_detail() {
     let server = Scripted::start(vec![answer(401, &json!({"detail": "Invalid or missing API key"}))]).await;
     let error = client(&server.url).events("r1", Some("reward"), EventFormat::Triplet).await.unwrap_err();

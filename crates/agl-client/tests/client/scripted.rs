@@ -11,6 +11,8 @@ use tokio::net::{TcpListener, TcpStream};
 pub enum Step {
     /// A whole answer.
     Answer(u16, String),
+    /// An answer with this status that breaks off before its end.
+    Broken(u16),
     /// The request is read, then the connection closes.
     HangUp,
     /// A server-sent event stream that sends this and closes.
@@ -46,6 +48,11 @@ impl Scripted {
                 log.lock().unwrap().push(request);
                 match step {
                     Step::HangUp => {}
+                    Step::Broken(status) => {
+                        let answer =
+                            format!("HTTP/1.1 {status} X\r\nconnection: close\r\ncontent-length: 99\r\n\r\n{{");
+                        stream.write_all(answer.as_bytes()).await.unwrap();
+                    }
                     Step::Answer(status, body) => {
                         let answer = format!(
                             "HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",

@@ -90,3 +90,12 @@ async fn a_watch_reports_that_the_gateway_is_away_and_goes_on_when_it_is_back() 
     let _server = Scripted::on(socket.listen(8).unwrap(), vec![Step::Stream(change(4, "deleted", "a"))]);
     assert_eq!(next(&mut stream).await, (4, ChangeKind::Deleted, "a".into()));
 }
+
+#[tokio::test]
+async fn a_server_that_ends_every_stream_at_once_is_not_asked_in_a_hot_loop() {
+    let server = Scripted::start(vec![Step::Stream(String::new()); 1000]).await;
+    let mut stream = GatewayClient::new(&server.url, "").unwrap().watch(Some(3));
+    assert!(tokio::time::timeout(Duration::from_millis(700), stream.next()).await.is_err());
+    // 20, 40, 80, … ms, each at least half of it: six or seven tries.
+    assert!(server.lines().len() < 12, "{}", server.lines().len());
+}

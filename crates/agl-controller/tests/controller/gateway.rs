@@ -26,6 +26,21 @@ struct Inside {
     events: Vec<Value>,
     /// What is said about the model calls of attempts with this id; others made one that was answered.
     model_calls: HashMap<String, (u64, u16)>,
+    /// Calls, named as in `calls`, that are answered with 500 the next so many times.
+    broken: HashMap<String, u32>,
+    started_at: f64,
+}
+
+impl Inside {
+    /// Notes a call and tells whether it is to fail.
+    fn breaks(&mut self, call: String) -> bool {
+        let left = self.broken.get_mut(&call).filter(|left| **left > 0);
+        let breaks = left.map(|left| *left -= 1).is_some();
+        if !breaks {
+            self.calls.push(call);
+        }
+        breaks
+    }
 }
 
 #[derive(Clone)]
@@ -73,6 +88,20 @@ impl FakeGateway {
     /// What the attempts of this number are said to have called.
     pub fn say_calls(&self, attempt_id: &str, count: u64, last_status: u16) {
         self.shared.inside.lock().unwrap().model_calls.insert(attempt_id.to_owned(), (count, last_status));
+    }
+
+    /// The next `times` calls of this name fail inside the gateway.
+    pub fn break_call(&self, call: &str, times: u32) {
+        self.shared.inside.lock().unwrap().broken.insert(call.to_owned(), times);
+    }
+
+    pub fn is_still_to_break(&self, call: &str) -> bool {
+        self.shared.inside.lock().unwrap().broken.get(call).is_some_and(|left| *left > 0)
+    }
+
+    /// From now on it says that it has just been started.
+    pub fn say_restarted(&self) {
+        self.shared.inside.lock().unwrap().started_at = now();
     }
 
     /// Ends a rollout from outside.
@@ -191,7 +220,9 @@ async fn patch_rollout(State(shared): State<Shared>, Path(id): Path<String>, Jso
     let mut inside = shared.inside.lock().unwrap();
     let state = patch.state.map(|state| state.to_string()).unwrap_or_default();
     let attempt = patch.last_attempt_id.as_deref().unwrap_or_default();
-    inside.calls.push(format!("PATCH {id} {state} {attempt}").trim_end().to_owned());
+    if inside.breaks(format!("PATCH {id} {state} {attempt}").trim_end().to_owned()) {
+        return refuse(StatusCode::INTERNAL_SERVER_ERROR, "broken on purpose");
+    }
     let rollout = inside.rollouts.iter_mut().find(|rollout| rollout.rollout_id == id).unwrap();
     if let Err(error) = rollout.apply(&patch, now()) {
         return refuse(StatusCode::CONFLICT, error);
@@ -205,6 +236,7 @@ fn detail(inside: &Inside, attempt: &Attempt) -> Value {
     let (calls, status) = inside.model_calls.get(&attempt.attempt_id).copied().unwrap_or((1, 200));
     let mut value = serde_json::to_value(attempt).unwrap();
     value["calls"] = json!(calls);
+    value["gateway_started_at"] = json!(inside.started_at);
     value["last_call"] = match calls {
         0 => Value::Null,
         _ => json!({"http_status": status, "status": if status < 400 { "ok" } else { "error" }}),
@@ -221,7 +253,9 @@ async fn list_attempts(State(shared): State<Shared>, Path(id): Path<String>) -> 
 async fn create_attempt(State(shared): State<Shared>, Path(id): Path<String>, Json(body): Json<Value>) -> Response {
     let mut inside = shared.inside.lock().unwrap();
     let attempt_id = body["attempt_id"].as_str().unwrap().to_owned();
-    inside.calls.push(format!("POST {id}/{attempt_id}"));
+    if inside.breaks(format!("POST {id}/{attempt_id}")) {
+        return refuse(StatusCode::INTERNAL_SERVER_ERROR, "broken on purpose");
+    }
     let key = (id.clone(), attempt_id.clone());
     let attempt =
         inside.attempts.entry(key).or_insert_with(|| Attempt::new(id.clone(), attempt_id.clone(), now())).clone();
@@ -240,7 +274,9 @@ async fn patch_attempt(
     let state = patch.state.map(|state| state.as_str()).unwrap_or_default();
     let ended = if patch.agent_ended == Some(true) { "agent_ended" } else { "" };
     let class = patch.failure.map(|class| format!(" {class:?}").to_lowercase()).unwrap_or_default();
-    inside.calls.push(format!("PATCH {id}/{attempt_id} {state}{ended}{class}"));
+    if inside.breaks(format!("PATCH {id}/{attempt_id} {state}{ended}{class}")) {
+        return refuse(StatusCode::INSUFFICIENT_STORAGE, "broken on purpose");
+    }
     let attempt = inside.attempts.get_mut(&(id, attempt_id)).unwrap();
     if let Err(error) = attempt.apply(&patch, now()) {
         return refuse(StatusCode::CONFLICT, error);

@@ -217,3 +217,70 @@ async fn a_shutdown_ends_agents_and_leaves_their_rollouts_to_the_next_controller
     assert_eq!(rollout.status.state, RolloutState::Succeeded);
     assert_eq!(rollout.status.last_attempt_id.as_deref(), Some("1"));
 }
+
+#[tokio::test]
+async fn a_gateway_that_fails_anywhere_in_an_attempt_delays_it_and_neither_strands_nor_repeats_it() {
+    let stage = Stage::empty().await;
+    let steps = [
+        "POST r0/0",
+        "PATCH r0 running 0",
+        "PATCH r0/0 running",
+        "PATCH r0/0 agent_ended",
+        "PATCH r0/0 succeeded",
+        "PATCH r0 succeeded",
+    ];
+    for step in steps {
+        stage.gateway.break_call(step, 2);
+    }
+    let id = stage.gateway.create(sh("echo began >> ../began; sleep 0.3"));
+    let mut stage = stage;
+    stage.start(json!({"retry_backoff_cap_seconds": 0.05}));
+    let rollout = stage.gateway.ended(&id).await;
+    assert_eq!(rollout.status.state, RolloutState::Succeeded, "{:?}", rollout.status.error_message);
+    assert_eq!(stage.gateway.attempts(&id).len(), 1);
+    assert_eq!(crate::stage::read(stage.attempt(&id, "0").path().join("began")), "began\n");
+    for step in ["POST r0/0", "PATCH r0 running 0", "PATCH r0/0 running", "PATCH r0/0 succeeded", "PATCH r0 succeeded"]
+    {
+        assert!(!stage.gateway.is_still_to_break(step), "{step} was tried until it went well");
+    }
+}
+
+#[tokio::test]
+async fn a_rollout_that_is_cancelled_while_the_gateway_fails_loses_its_processes() {
+    let stage = Stage::with(json!({"retry_backoff_seconds": 60.0, "retry_backoff_cap_seconds": 60.0})).await;
+    stage.gateway.break_call("PATCH r0/0 running", 1);
+    let id = stage.gateway.create(sh("echo $$ > pid; sleep 600"));
+    let pid = pid_in(&stage.attempt(&id, "0").work().join("pid")).await;
+    stage.gateway.until("the report failed", |gateway| !gateway.is_still_to_break("PATCH r0/0 running")).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(is_running(pid), "an agent goes on while its report does not get through");
+    stage.gateway.cancel(&id);
+    stage.gateway.until("its agent is gone", |_| !is_running(pid)).await;
+}
+
+#[tokio::test]
+async fn an_agent_that_dies_of_a_restart_of_the_gateway_gets_another_attempt_at_the_usual_cost() {
+    let stage = Stage::with(json!({})).await;
+    let script =
+        "test $(basename $(dirname $PWD)) = 0 || exit 0; echo $$ > pid; until test -e go; do sleep 0.02; done; exit 1";
+    let id = stage.gateway.create(sh(script));
+    let work = stage.attempt(&id, "0").work();
+    pid_in(&work.join("pid")).await;
+    stage.gateway.say_restarted();
+    std::fs::write(work.join("go"), "").unwrap();
+    assert_eq!(stage.gateway.ended(&id).await.status.state, RolloutState::Succeeded);
+    let first = &stage.gateway.attempts(&id)[0];
+    assert_eq!(first.failure, Some(FailureClass::Infrastructure));
+    assert!(first.error_message.as_ref().unwrap().contains("gateway was restarted"), "{:?}", first.error_message);
+    assert!(!first.runner.contains_key("shutdown"));
+}
+
+#[tokio::test]
+async fn an_agent_that_stops_its_own_supervisor_has_failed() {
+    let stage = Stage::with(json!({})).await;
+    let id = stage.gateway.create(sh("kill -TERM $PPID; sleep 600"));
+    assert_eq!(stage.gateway.ended(&id).await.status.state, RolloutState::Failed);
+    let attempts = stage.gateway.attempts(&id);
+    assert_eq!((attempts.len(), attempts[0].failure), (1, Some(FailureClass::Agent)));
+    assert!(!attempts[0].runner.contains_key("shutdown"));
+}

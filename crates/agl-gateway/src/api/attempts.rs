@@ -23,11 +23,26 @@ struct Create {
     attempt_id: Option<String>,
 }
 
+/// An attempt, and since when there has been this gateway to call.
+#[derive(Serialize)]
+pub(super) struct Told {
+    #[serde(flatten)]
+    detail: AttemptDetail,
+    /// Seconds since the epoch. An attempt that is older has lived through a restart of the gateway.
+    gateway_started_at: f64,
+}
+
+impl Told {
+    fn new(app: &App, detail: AttemptDetail) -> Self {
+        Self { detail, gateway_started_at: app.started_at }
+    }
+}
+
 /// A new attempt with the keys for its agent and its evaluator.
 #[derive(Serialize)]
 pub(super) struct Grant {
     #[serde(flatten)]
-    detail: AttemptDetail,
+    told: Told,
     /// Opens the attempt's proxy and event URLs until the agent has ended.
     key: String,
     /// Opens the attempt's event URL until the attempt has ended.
@@ -48,15 +63,16 @@ pub(super) async fn create(
     let (detail, _new) = app.store.create_attempt(&rollout_id, attempt_id, clock::now()).await?;
     let mint = |scope| app.keys.mint(scope, &rollout_id, &detail.attempt.attempt_id);
     let (key, reward_key) = (mint(Scope::Agent), mint(Scope::Reward));
-    Ok((StatusCode::CREATED, Json(Grant { detail, key, reward_key })))
+    Ok((StatusCode::CREATED, Json(Grant { told: Told::new(&app, detail), key, reward_key })))
 }
 
 /// `GET /api/rollouts/{id}/attempts`, oldest first.
 pub(super) async fn list(
     State(app): State<Arc<App>>,
     Path(rollout_id): Path<String>,
-) -> Result<Json<Vec<AttemptDetail>>, ApiError> {
-    Ok(Json(app.store.attempts(&rollout_id).await?))
+) -> Result<Json<Vec<Told>>, ApiError> {
+    let attempts = app.store.attempts(&rollout_id).await?;
+    Ok(Json(attempts.into_iter().map(|detail| Told::new(&app, detail)).collect()))
 }
 
 /// `PATCH /api/rollouts/{id}/attempts/{aid}`.
@@ -64,7 +80,8 @@ pub(super) async fn patch(
     State(app): State<Arc<App>>,
     Path((rollout_id, attempt_id)): Path<(String, String)>,
     request: Request,
-) -> Result<Json<AttemptDetail>, ApiError> {
+) -> Result<Json<Told>, ApiError> {
     let patch: AttemptPatch = body(&read_body(&app, request).await?)?;
-    Ok(Json(app.store.patch_attempt(&rollout_id, &attempt_id, patch, clock::now()).await?))
+    let detail = app.store.patch_attempt(&rollout_id, &attempt_id, patch, clock::now()).await?;
+    Ok(Json(Told::new(&app, detail)))
 }

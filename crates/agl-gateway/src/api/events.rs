@@ -26,21 +26,22 @@ pub(super) async fn append(
 ) -> Result<Json<Event>, ApiError> {
     let access = app.check_attempt(request.headers(), request.uri(), &rollout_id, &attempt_id).await?;
     let event: EventCreate = body(&read_body(&app, request).await?)?;
-    if let Access::Attempt(scope) = access {
-        check_scope(&app, scope, &rollout_id, &event).await?;
-    }
+    check_access(&app, access, &rollout_id, &event).await?;
     Ok(Json(app.store.append_event(&rollout_id, &attempt_id, event, clock::now()).await?))
 }
 
-/// What an agent under training must not be able to say.
-async fn check_scope(app: &App, scope: Scope, rollout_id: &str, event: &EventCreate) -> Result<(), ApiError> {
-    if event.event_type == MODEL_REQUEST {
+/// What an agent under training must not be able to say, not by leaving out its key either.
+async fn check_access(app: &App, access: Access, rollout_id: &str, event: &EventCreate) -> Result<(), ApiError> {
+    if matches!(access, Access::Attempt(_)) && event.event_type == MODEL_REQUEST {
         return Err(ApiError::forbidden("Events of type model_request are written by the gateway"));
     }
-    if scope == Scope::Agent && event.event_type == REWARD {
+    if matches!(access, Access::Attempt(Scope::Agent) | Access::Anonymous) && event.event_type == REWARD {
         let rollout = app.store.rollout(rollout_id).await?.ok_or_else(|| ApiError::not_found(rollout_id))?;
         if rollout.config.reward_source == Some(RewardSource::Evaluator) {
-            return Err(ApiError::forbidden("The reward of this rollout is accepted from its evaluator only"));
+            return Err(ApiError::forbidden(
+                "The reward of this rollout is accepted from its evaluator only: the evaluator's key is needed, which it \
+                 finds in AGL_KEY",
+            ));
         }
     }
     Ok(())

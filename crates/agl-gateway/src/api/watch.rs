@@ -43,14 +43,17 @@ struct Watcher {
 }
 
 /// Without `after`: every rollout that has not ended (`snapshot`), then what changes. With it: everything after that cursor,
-/// also across restarts of the gateway.
+/// also across restarts of the gateway. A cursor that this store has not reached comes from another or an emptied one: it
+/// counts as none.
 pub(super) async fn watch(
     State(app): State<Arc<App>>,
     uri: Uri,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
     let after = Query::of(&uri).parsed("after", "Input should be a cursor of this stream", "int_parsing")?;
     let (newest, stopping) = (app.store.newest_change(), app.stopping.subscribe());
-    let cursor = after.unwrap_or_else(|| *newest.borrow());
+    let known = *newest.borrow();
+    let after = after.filter(|after| *after <= known);
+    let cursor = after.unwrap_or(known);
     let snapshot = after.is_none().then_some(None);
     let watcher = Watcher { app, newest, stopping, cursor, snapshot, ready: VecDeque::new() };
     let events = stream::unfold(watcher, |mut watcher| async move {

@@ -61,6 +61,14 @@ pub(crate) async fn forward(
         ApiError::new(axum::http::StatusCode::NOT_FOUND, format!("Unsupported upstream path: {path}"))
     })?;
     let rollout = app.store.rollout(&key.rollout_id).await?.ok_or_else(|| ApiError::not_found(&key.rollout_id))?;
+    if matches!(access, Access::Attempt(_)) && mode.name() != rollout.mode() {
+        return Err(ApiError::forbidden(format!(
+            "Rollout {} is of mode {}: its agent's key does not open mode {}; use the base URL that the agent was given",
+            rollout.rollout_id,
+            rollout.mode(),
+            mode.name()
+        )));
+    }
     let raw = read_body(&app, request).await?;
     let call = Call::prepare(&app, key, &rollout, mode, path, &raw).await?;
 
@@ -266,14 +274,19 @@ fn event_data(
     data
 }
 
-/// A seed that makes this call's answer repeatable: SHA-256 over (seed, task, sample, call), 63 bits. Where the trainer gave
-/// no seed or no sample index, the rollout's id stands in, so that siblings still differ.
+/// A seed that makes this call's answer repeatable: SHA-256 over (seed, step, task, group, sample, call), 63 bits. A run that
+/// is repeated makes new rollout ids; where the trainer gave no seed or no sample index, the rollout's id stands in all the
+/// same, so that siblings still differ.
 fn seed(rollout: &Rollout, call: u64) -> u64 {
-    let named = |key: &str| {
-        let value = rollout.metadata.get(key).filter(|value| !value.is_null());
-        value.map_or_else(|| Value::from(rollout.rollout_id.as_str()), Clone::clone).to_string()
+    let given = |key: &str| rollout.metadata.get(key).filter(|value| !value.is_null());
+    let needed = |key: &str| given(key).map_or_else(|| json!(rollout.rollout_id).to_string(), Value::to_string);
+    let optional = |key: &str| given(key).map(Value::to_string).unwrap_or_default();
+    let task = match given("data_id") {
+        Some(Value::String(id)) => id.clone(),
+        Some(id) => id.to_string(),
+        None => rollout.data_id(),
     };
-    let parts = [named("seed"), rollout.data_id(), named("sample_idx"), call.to_string()];
+    let parts = [needed("seed"), optional("step"), task, optional("group_idx"), needed("sample_idx"), call.to_string()];
     let digest: [u8; 32] = parts
         .iter()
         .fold(Sha256::new(), |hash, part| hash.chain_update((part.len() as u64).to_le_bytes()).chain_update(part))
@@ -328,17 +341,30 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_depends_on_seed_task_sample_and_call_but_not_on_the_rollouts_id() {
-        let metadata = json!({"seed": 1, "sample_idx": 0});
+    fn a_seed_depends_on_seed_step_task_group_sample_and_call_but_not_on_the_rollouts_id() {
+        let metadata = json!({"seed": 1, "step": 4, "group_idx": 2, "sample_idx": 0});
         let first = seed(&rollout("a", metadata.clone()), 0);
-        assert_eq!(first, seed(&rollout("b", metadata), 0));
-        let others = [
-            seed(&rollout("a", json!({"seed": 2, "sample_idx": 0})), 0),
-            seed(&rollout("a", json!({"seed": 1, "sample_idx": 1})), 0),
-            seed(&rollout("a", json!({"seed": 1, "sample_idx": 0})), 1),
-        ];
-        assert!(others.iter().all(|other| *other != first));
+        assert_eq!(first, seed(&rollout("b", metadata.clone()), 0));
+        for (key, value) in [
+            ("seed", json!(2)),
+            ("step", json!(5)),
+            ("group_idx", json!(3)),
+            ("sample_idx", json!(1)),
+            ("data_id", json!("q2")),
+        ] {
+            let mut other = metadata.clone();
+            other[key] = value;
+            assert_ne!(seed(&rollout("a", other), 0), first, "{key}");
+        }
+        assert_ne!(seed(&rollout("a", metadata), 1), first);
         assert!(first <= u64::MAX >> 1);
+    }
+
+    #[test]
+    fn the_task_that_the_trainer_names_goes_before_that_of_the_input() {
+        let named = json!({"seed": 1, "sample_idx": 0, "data_id": "q1"});
+        let unnamed = json!({"seed": 1, "sample_idx": 0});
+        assert_eq!(seed(&rollout("a", named), 0), seed(&rollout("b", unnamed), 0));
     }
 
     #[test]

@@ -168,8 +168,9 @@ impl Recorder {
         Ok(Some(Handover { parcel: Some(parcel), outbox: self.outbox.clone() }))
     }
 
-    /// The training sequences of an attempt.
+    /// The training sequences of an attempt. An answer whose harness has hung up is not among them, however shortly before.
     pub(crate) async fn sequences(&self, key: &AttemptKey, level: Level) -> Result<Assembly, RecordError> {
+        self.flush().await;
         let mut guard = self.open(key).await?;
         // May be many thousand tokens: not on a thread that others wait for.
         let assemble =
@@ -348,8 +349,17 @@ async fn settle_deliveries(recorder: std::sync::Weak<Recorder>, mut inbox: mpsc:
         let mut settlements = Vec::new();
         let mut waiting = None;
         recorder.sort(first, &mut settlements, &mut waiting).await;
-        if waiting.is_none() {
-            tokio::time::sleep(SETTLE_EVERY).await;
+        let deadline = tokio::time::sleep(SETTLE_EVERY);
+        tokio::pin!(deadline);
+        // Who flushes does not wait for company.
+        while waiting.is_none() {
+            tokio::select! {
+                () = &mut deadline => break,
+                parcel = inbox.recv() => match parcel {
+                    Some(parcel) => recorder.sort(parcel, &mut settlements, &mut waiting).await,
+                    None => break,
+                },
+            }
         }
         while let Ok(parcel) = inbox.try_recv() {
             recorder.sort(parcel, &mut settlements, &mut waiting).await;
@@ -393,5 +403,39 @@ impl Recorder {
                 attempt.retryable.entry(settled.digest).or_default().push(seq);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_answer_that_was_just_dropped_is_not_handed_out_as_live() {
+        let store = agl_store::open("memory").await.unwrap();
+        let create = serde_json::from_value(serde_json::json!({"input": 1})).unwrap();
+        store.create_rollouts(vec![agl_core::rollout::Rollout::new(create, "r".to_owned(), 1.0)]).await.unwrap();
+        let recorder = Recorder::start(store);
+        let key = AttemptKey { rollout_id: "r".to_owned(), attempt_id: "0".to_owned() };
+        let versions = vec![agl_core::trajectory::VersionRun { version: 3, count: 1 }];
+        let choice = Choice { ids: Some((vec![1, 2], vec![7])), versions, ..Choice::default() };
+        let call = Finished {
+            key: key.clone(),
+            call_id: "call-1".to_owned(),
+            timestamp: 1.0,
+            data: Map::new(),
+            request: Bytes::from_static(b"{}"),
+            response: Bytes::from_static(b"{}"),
+            result: CallResult::Answered(vec![choice]),
+            digest: [0; 32],
+            http_status: 200,
+            trainable: true,
+            client_present: true,
+        };
+        let handover = recorder.record(call).await.unwrap();
+        assert!(handover.is_some());
+        drop(handover);
+        let counts = recorder.sequences(&key, Level::Trajectory).await.unwrap().counts;
+        assert_eq!((counts.live, counts.undelivered), (0, 1));
     }
 }

@@ -25,6 +25,13 @@ impl Mode {
             _ => None,
         }
     }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Train => "train",
+            Self::Val => "val",
+        }
+    }
 }
 
 /// Which completion interface is called. The path below the server's base URL.

@@ -3,7 +3,7 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use crate::scene::{Answer, Reply, Scene, chat_path};
+use crate::scene::{Answer, Reply, Scene, chat_path, quick};
 
 async fn attempt(scene: &Scene, id: &str) -> (String, String) {
     let grant = scene.post(&format!("/api/rollouts/{id}/attempts"), json!({})).await;
@@ -111,6 +111,49 @@ async fn where_the_evaluator_rewards_the_agent_cannot() {
     assert!(refused.detail().contains("evaluator"));
     assert_eq!(event(&scene, "r", &key, "note").await.status, 200);
     assert_eq!(event(&scene, "r", &reward_key, "reward").await.status, 200);
+}
+
+#[tokio::test]
+async fn where_the_evaluator_rewards_nobody_does_so_by_leaving_out_the_key() {
+    let scene = Scene::with(agl_gateway::GatewayConfig { key: String::new(), ..quick() }).await;
+    for (id, config) in [("r", json!({"reward_source": "evaluator"})), ("free", json!({}))] {
+        let create = json!([{"rollout_id": id, "input": 1, "config": config}]);
+        assert_eq!(scene.send(Method::POST, "/api/rollouts", "", Some(&create)).await.status, 201);
+    }
+    let grant = scene.send(Method::POST, "/api/rollouts/r/attempts", "", Some(&json!({}))).await.json();
+    let refused = event(&scene, "r", "", "reward").await;
+    assert_eq!(refused.status, 403);
+    assert!(refused.detail().contains("evaluator's key"), "{}", refused.detail());
+    assert_eq!(event(&scene, "r", grant["reward_key"].as_str().unwrap(), "reward").await.status, 200);
+    assert_eq!(event(&scene, "r", "", "note").await.status, 200);
+    assert_eq!(event(&scene, "free", "", "reward").await.status, 200);
+}
+
+#[tokio::test]
+async fn an_agents_key_opens_only_the_mode_of_its_rollout() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    let (key, _) = attempt(&scene, "r").await;
+    let refused = scene.send(Method::POST, &chat_path("r", "val"), &key, Some(&json!({"messages": []}))).await;
+    assert_eq!(refused.status, 403);
+    assert!(refused.detail().contains("mode train") && refused.detail().contains("mode val"), "{}", refused.detail());
+    assert_eq!(call(&scene, "r", &key).await.status, 200);
+}
+
+#[tokio::test]
+async fn an_attempt_tells_whether_the_gateway_was_restarted_under_it() {
+    let mut scene = Scene::start().await;
+    scene.enqueue("r").await;
+    attempt(&scene, "r").await;
+    let younger = async |scene: &Scene| {
+        let told = scene.get("/api/rollouts/r/attempts").await.json()[0].clone();
+        told["gateway_started_at"].as_f64().unwrap() > told["created_at"].as_f64().unwrap()
+    };
+    assert!(!younger(&scene).await);
+    scene.restart().await;
+    assert!(younger(&scene).await);
+    let patched = scene.patch("/api/rollouts/r/attempts/0", json!({"state": "running"})).await.json();
+    assert!(patched["gateway_started_at"].is_f64());
 }
 
 #[tokio::test]

@@ -91,6 +91,16 @@ async fn a_watch_resumes_from_its_cursor_also_after_a_restart() {
 }
 
 #[tokio::test]
+async fn a_cursor_of_another_store_begins_with_a_snapshot() {
+    let scene = Scene::start().await;
+    scene.enqueue("a").await;
+    let mut watcher = Watcher::connect(&scene, "?after=900").await;
+    assert_eq!(watcher.told().await, told(1, "snapshot", "a"));
+    scene.enqueue("b").await;
+    assert_eq!(watcher.told().await, told(2, "created", "b"));
+}
+
+#[tokio::test]
 async fn a_snapshot_of_many_rollouts_is_complete() {
     let scene = Scene::start().await;
     let rollouts: Vec<Value> = (0..1200).map(|n| json!({"rollout_id": format!("r{n}"), "input": n})).collect();

@@ -32,17 +32,16 @@ pub(super) fn must_exist(sql: &Sql<'_>, rollout_id: &str) -> Result<(), StoreErr
 }
 
 pub(super) fn list(sql: &Sql<'_>, query: &RolloutQuery) -> Result<Vec<Rollout>, StoreError> {
-    // Static SQL has a fixed number of places: the states are repeated until they fill it.
-    let Some(&last) = query.states.last() else { return Ok(Vec::new()) };
+    // Static SQL has a fixed number of places: each state once, and the last repeated until they are filled.
+    let mut states: Vec<_> = RolloutState::ALL.into_iter().filter(|state| query.states.contains(state)).collect();
+    let Some(&last) = states.last() else { return Ok(Vec::new()) };
+    states.resize(RolloutState::ALL.len(), last);
     let after = match &query.after {
         Some(id) => sql
             .first("SELECT number FROM rollouts WHERE rollout_id = ?1", [id], |row| row.get::<_, i64>(0))?
             .ok_or_else(|| StoreError::RolloutNotFound(id.clone()))?,
         None => 0,
     };
-    let mut states = query.states.clone();
-    states.dedup();
-    states.resize(RolloutState::ALL.len().max(states.len()), last);
     let rows = sql.all(
         "SELECT body FROM rollouts
          WHERE state IN (?1, ?2, ?3, ?4) AND number > ?5 AND (?6 IS NULL OR run_id = ?6)
