@@ -39,13 +39,6 @@ pub struct SftArgs {
     /// Highest learning rate; it rises over the first twentieth of the updates and falls linearly to a tenth.
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
-    /// Learn the context too: the messages of user and tool, and what the template puts around them. A model that starts
-    /// from random weights learns to copy sooner.
-    #[arg(long)]
-    learn_context: bool,
-    /// Take the transcripts in the order of the file: a curriculum.
-    #[arg(long)]
-    keep_order: bool,
     /// Weight decay.
     #[arg(long, default_value_t = 0.01)]
     weight_decay: f64,
@@ -77,10 +70,7 @@ fn train(args: &SftArgs) -> anyhow::Result<()> {
     } else {
         Engine::load(&args.model, config)?
     };
-    let mut rows = read_rows(&args.data, engine.tokenizer())?;
-    if args.learn_context {
-        rows.iter_mut().for_each(|row| row.mask.fill(true));
-    }
+    let rows = read_rows(&args.data, engine.tokenizer())?;
     let per_epoch = rows.len().div_ceil(args.batch_size);
     let total = per_epoch * args.epochs;
     let bar = ProgressBar::new(total as u64);
@@ -90,9 +80,7 @@ fn train(args: &SftArgs) -> anyhow::Result<()> {
     let mut average = None;
     for _ in 0..args.epochs {
         let mut indexes: Vec<usize> = (0..rows.len()).collect();
-        if !args.keep_order {
-            indexes.shuffle(&mut rng);
-        }
+        indexes.shuffle(&mut rng);
         for batch in indexes.chunks(args.batch_size) {
             let optim = OptimConfig {
                 lr: args.lr * schedule(update, total),
