@@ -72,7 +72,7 @@ def decode_torch(model):
 
 def main():
     root = Path(__file__).resolve().parents[2]
-    build = ["cargo", "build", "--release", "--quiet", "-p", "agl-engine", "--example", "engine_speed", "--message-format=json"]
+    build = ["cargo", "build", "--release", "--quiet", "--workspace", "--example", "engine_speed", "--message-format=json"]
     output = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
     executable = [e for e in (json.loads(line).get("executable") for line in output.splitlines()) if e][-1]
     torch.manual_seed(0)

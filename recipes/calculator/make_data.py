@@ -1,8 +1,8 @@
 """Generates the recipe's questions: `make_data.py --split train --n 2000 --seed 1 > train.jsonl`.
 
-A question hides an expression of three operands in a few words, with or without brackets and spaces, and often beside
-a sentence whose number has nothing to do with it. Every expression holds a product of two-digit
-numbers, so that a small model cannot guess the result: it has to use its calculator.
+A question hides an expression of three operands in a few words, with or without brackets, and often beside a sentence
+whose number has nothing to do with it. Every expression holds a product of two-digit numbers, so that a small model
+cannot guess the result: it has to use its calculator.
 
 An expression belongs to one split for ever, by its checksum: whatever the seeds, a validation question never asks
 for an expression that training has seen.
@@ -16,7 +16,16 @@ from dataclasses import dataclass
 
 from calculator import calculate
 
-SHAPES = ["a*b+c", "a*b-c", "a+b*c", "a-b*c", "(a+b)*c", "(a-b)*c", "a*(b+c)", "a*(b-c)"]
+SHAPES = [
+    "a * b + c",
+    "a * b - c",
+    "a + b * c",
+    "a - b * c",
+    "(a + b) * c",
+    "(a - b) * c",
+    "a * (b + c)",
+    "a * (b - c)",
+]
 SPLITS = {"train": range(2, 16), "val": range(0, 1), "fresh": range(1, 2)}  # sixteenths of all expressions
 
 ASKS = ["What is {}?", "Compute {}.", "How much is {}?", "Please work out {}.", "I need the value of {}.", "Find {}."]
@@ -63,9 +72,6 @@ def draw_expression(rng):
 
 
 def put_into_words(expression, answer, rng):
-    if rng.random() < 0.5:
-        for sign in "+-*":
-            expression = expression.replace(sign, f" {sign} ")
     question, distractor = rng.choice(ASKS).format(expression), None
     if rng.random() < WITH_DISTRACTOR:
         distractor = str(rng.randint(11, 99))

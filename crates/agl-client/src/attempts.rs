@@ -1,6 +1,6 @@
 //! Attempts: granted with their keys, listed, patched.
 
-use agl_core::rollout::AttemptPatch;
+use agl_core::attempt::AttemptPatch;
 use bytes::Bytes;
 use reqwest::{Method, Url};
 use serde::de::DeserializeOwned;

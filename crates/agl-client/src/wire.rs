@@ -1,6 +1,7 @@
 //! What the gateway says and hears beyond the types of `agl-core`.
 
-use agl_core::rollout::{Attempt, Rollout, RolloutState};
+use agl_core::attempt::Attempt;
+use agl_core::rollout::{Rollout, RolloutState};
 use agl_core::trajectory::Assembly;
 use serde::{Deserialize, Serialize};
 

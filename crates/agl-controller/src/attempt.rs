@@ -6,7 +6,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use agl_client::{AttemptDetail, AttemptGrant, ClientError, GatewayClient};
-use agl_core::rollout::{AttemptPatch, AttemptState, FailureClass, Rollout, RolloutState, StatusPatch};
+use agl_core::attempt::{AttemptPatch, AttemptState, FailureClass};
+use agl_core::rollout::{Rollout, RolloutState, StatusPatch};
 use serde_json::{Map, Value, json};
 use tokio::sync::watch;
 

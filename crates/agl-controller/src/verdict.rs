@@ -1,7 +1,7 @@
 //! Whose failure it was, and what follows from it. Nothing here touches the world.
 
 use agl_client::LastCall;
-use agl_core::rollout::FailureClass;
+use agl_core::attempt::FailureClass;
 
 use crate::supervisor::record::{End, ExitRecord};
 

@@ -4,7 +4,7 @@
 //! event URLs: they are HMACs over (rollout, attempt, scope), so that checking one needs no look-up before its signature has
 //! been found right, and a gateway that is restarted on the same store with the same server key mints the same.
 
-use agl_core::rollout::Attempt;
+use agl_core::attempt::Attempt;
 use axum::http::{HeaderMap, Uri, header};
 use hmac::{Hmac, Mac};
 use sha2::{Digest, Sha256};

@@ -8,8 +8,9 @@
 
 use std::sync::Arc;
 
+use agl_core::attempt::{Attempt, AttemptPatch};
 use agl_core::event::{Event, EventCreate};
-use agl_core::rollout::{Attempt, AttemptPatch, Rollout, StatusPatch};
+use agl_core::rollout::{Rollout, StatusPatch};
 use async_trait::async_trait;
 use tokio::sync::watch;
 

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use agl_core::attempt::{Attempt, AttemptPatch};
 use agl_core::event::{Event, EventCreate, MODEL_REQUEST};
-use agl_core::rollout::{Attempt, AttemptPatch, Rollout, StatusPatch};
+use agl_core::rollout::{Rollout, StatusPatch};
 use agl_core::trajectory::{CallOutcome, CallRow, Delivery};
 use async_trait::async_trait;
 use tokio::sync::watch;

@@ -1,7 +1,8 @@
 //! What goes into a store and comes out of it, beside the domain types of `agl-core`.
 
+use agl_core::attempt::Attempt;
 use agl_core::event::Event;
-use agl_core::rollout::{Attempt, Rollout, RolloutState};
+use agl_core::rollout::{Rollout, RolloutState};
 use agl_core::trajectory::{CallRow, Delivery};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};

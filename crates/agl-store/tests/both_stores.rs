@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
+use agl_core::attempt::{AttemptPatch, AttemptState, FailureClass};
 use agl_core::event::{EventCreate, MODEL_REQUEST, REWARD};
-use agl_core::rollout::{AttemptPatch, AttemptState, FailureClass, Rollout, RolloutCreate, RolloutState, StatusPatch};
+use agl_core::rollout::{Rollout, RolloutCreate, RolloutState, StatusPatch};
 use agl_core::trajectory::{CallOutcome, CallRow, Delivery, VersionRun};
 use agl_store::{
     CallRecord, ChangeKind, MemoryStore, Pause, RegisteredModel, RolloutQuery, Settlement, SharedStore, SqliteStore,

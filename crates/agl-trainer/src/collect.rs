@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use agl_client::{AttemptDetail, Change, ChangeKind, ClientError, GatewayClient};
-use agl_core::rollout::{FailureClass, Rollout, RolloutConfig, RolloutCreate, RolloutState};
+use agl_core::attempt::FailureClass;
+use agl_core::rollout::{Rollout, RolloutConfig, RolloutCreate, RolloutState};
 use agl_core::trajectory::{Level, PathBreak, Sequence, TreeCounts};
 use futures_util::StreamExt;
 use futures_util::stream::{BoxStream, FuturesUnordered};

@@ -8,12 +8,14 @@
 //! * [`collect`] — rollouts from their creation to their training sequences.
 //! * [`update`] — from collected rollouts to the rows of the optimiser's updates.
 //! * [`checkpoint`] — what is on disk, and how a run goes on from it.
+//! * `describe` — from rollouts, credit and updates to the metrics of a step.
 //! * [`metrics`], [`tensorboard`], [`picture`] — what a person sees of it.
 
 pub mod checkpoint;
 pub mod collect;
 pub mod config;
 pub mod data;
+mod describe;
 pub mod error;
 pub mod evaluate;
 pub mod metrics;

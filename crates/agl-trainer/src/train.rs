@@ -4,17 +4,17 @@ use std::time::{Duration, Instant};
 
 use agl_client::GatewayClient;
 use agl_core::rollout::RolloutConfig;
-use agl_core::trajectory::TokenDecoder;
-use agl_engine::{ChatTokenizer, Engine, EngineConfig, UpdateStats};
+use agl_engine::{Engine, EngineConfig, UpdateStats};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use crate::TrainerError;
 use crate::checkpoint::{CheckpointState, RunFolder, RunIdentity, Totals, write_json};
-use crate::collect::{Collected, Collector, Launch, reasons};
+use crate::collect::{Collector, Launch, reasons};
 use crate::config::{ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RolloutSection, TrainerConfig, check};
 use crate::data::Tasks;
+use crate::describe;
 use crate::evaluate::{Evaluation, EvaluationPlan, cancel_open};
 use crate::metrics::{MetricsLog, StepMetrics};
 use crate::picture::reward_curve;
@@ -299,7 +299,7 @@ impl Trainer {
             })
             .await?;
         metrics.set("timing/sampling_seconds", sampling.elapsed().as_secs_f64());
-        describe_rollouts(&mut metrics, &collected, &self.engine);
+        describe::rollouts(&mut metrics, &collected, &self.engine);
 
         // Credit: one advantage per rollout, from its group.
         let consumed: Vec<String> = collected.iter().map(|rollout| rollout.rollout.rollout_id.clone()).collect();
@@ -307,7 +307,7 @@ impl Trainer {
         let sampled_tokens = metrics.get("tokens/sampled").unwrap_or(0.0);
         let samples = Samples::of(collected, &self.settings.algorithm);
         let advantages = samples.advantages(&self.settings.algorithm);
-        describe_credit(&mut metrics, &samples, &advantages);
+        describe::credit(&mut metrics, &samples, &advantages);
         if samples.samples.iter().all(|sample| sample.verdict.reward().is_none()) {
             return Err(nothing_usable(step, &samples));
         }
@@ -371,7 +371,7 @@ impl Trainer {
             self.totals.trained_tokens += update.trained_tokens as u64;
             self.totals.update_seconds += update.seconds;
         }
-        describe_updates(metrics, &stats);
+        describe::updates(metrics, &stats);
         Ok(())
     }
 
@@ -491,87 +491,6 @@ impl Trainer {
         self.serving.stop(&self.client).await?;
         Ok(summary)
     }
-}
-
-/// The policy's tokenizer, as `agl-core` wants to be handed one.
-struct Decoder<'a>(&'a ChatTokenizer);
-
-impl TokenDecoder for Decoder<'_> {
-    fn decode(&self, tokens: &[u32]) -> String {
-        // What cannot be decoded has no text to compare.
-        self.0.decode(tokens, false).unwrap_or_default()
-    }
-}
-
-fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let (sum, count) = values.fold((0.0, 0_usize), |(sum, count), value| (sum + value, count + 1));
-    (count > 0).then(|| sum / count as f64)
-}
-
-/// What the rollouts of a step were like.
-fn describe_rollouts(metrics: &mut StepMetrics, collected: &[Collected], engine: &Engine) {
-    let rows: usize = collected.iter().map(|rollout| rollout.sequences.len()).sum();
-    let sum = |count: fn(&Collected) -> usize| collected.iter().map(count).sum::<usize>() as f64;
-    metrics.set("rollouts/total", collected.len() as f64);
-    metrics.set("rollouts/rows_per_rollout", rows as f64 / collected.len().max(1) as f64);
-    metrics.set("rollouts/calls_per_rollout", sum(|rollout| rollout.counts.calls) / collected.len().max(1) as f64);
-    metrics.set("rollouts/failed_calls", sum(|rollout| rollout.counts.failed));
-    metrics.set("rollouts/superseded_calls", sum(|rollout| rollout.counts.superseded));
-    metrics.set("rollouts/undelivered_calls", sum(|rollout| rollout.counts.undelivered));
-    metrics.set("tokens/sampled", sum(|rollout| rollout.sequences.iter().map(|row| row.trained_tokens()).sum()));
-    for class in ["retokenisation", "chat_template", "rewritten_history"] {
-        metrics.set(&format!("breaks/{class}"), 0.0);
-    }
-    for found in collected.iter().flat_map(|rollout| &rollout.breaks).filter(|found| !found.new_conversation) {
-        let name = match found.classify(&Decoder(engine.tokenizer())) {
-            agl_core::trajectory::BreakClass::Retokenisation => "breaks/retokenisation",
-            agl_core::trajectory::BreakClass::ChatTemplate => "breaks/chat_template",
-            agl_core::trajectory::BreakClass::RewrittenHistory => "breaks/rewritten_history",
-            agl_core::trajectory::BreakClass::NewConversation => continue,
-        };
-        let before = metrics.get(name).unwrap_or(0.0);
-        metrics.set(name, before + 1.0);
-    }
-}
-
-/// Rewards, groups, and what was left out.
-fn describe_credit(metrics: &mut StepMetrics, samples: &Samples, advantages: &agl_core::credit::Advantages) {
-    let rewards = || samples.samples.iter().filter_map(|sample| sample.verdict.reward());
-    if let Some(average) = mean(rewards()) {
-        metrics.set("reward/mean", average);
-        metrics.set("reward/std", mean(rewards().map(|reward| (reward - average).powi(2))).unwrap_or(0.0).sqrt());
-    }
-    metrics.set("groups/dropped", advantages.dropped_groups.len() as f64);
-    metrics.set("groups/zero_variance", advantages.zero_variance_groups.len() as f64);
-    for (why, count) in samples.exclusions() {
-        metrics.set(&format!("excluded/{}", why.as_str()), count as f64);
-        tracing::warn!(count, reason = why.as_str(), "rollouts left out: {}", why.remedy());
-    }
-    metrics.set("limits/dropped_rows", samples.limits.dropped_rows as f64);
-    metrics.set("limits/truncated_rows", samples.limits.truncated_rows as f64);
-    metrics.set("limits/lost_tokens", samples.limits.lost_tokens as f64);
-}
-
-/// Means over the updates of a step.
-fn describe_updates(metrics: &mut StepMetrics, stats: &[UpdateStats]) {
-    type Column = fn(&UpdateStats) -> f64;
-    metrics.set("actor/updates", stats.len() as f64);
-    let columns: [(&str, Column); 7] = [
-        ("actor/loss", |update| update.loss),
-        ("actor/grad_norm", |update| update.grad_norm),
-        ("actor/clip_fraction", |update| update.clip_fraction),
-        ("actor/approx_kl", |update| update.approx_kl),
-        ("actor/ratio_mean", |update| update.ratio_mean),
-        ("actor/ratio_max", |update| update.ratio_max),
-        ("actor/entropy", |update| update.entropy),
-    ];
-    for (name, column) in columns {
-        if let Some(value) = mean(stats.iter().map(column)) {
-            metrics.set(name, value);
-        }
-    }
-    metrics.set("tokens/updated", stats.iter().map(|update| update.tokens as f64).sum());
-    metrics.set("tokens/trained", stats.iter().map(|update| update.trained_tokens as f64).sum());
 }
 
 fn nothing_usable(step: u64, samples: &Samples) -> TrainerError {

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use crate::scripted::{Scripted, Step};
 use agl_client::rollouts::EventFormat;
 use agl_client::{ClientError, GatewayClient};
+use agl_core::attempt::{AttemptPatch, AttemptState};
 use agl_core::event::EventCreate;
-use agl_core::rollout::{AttemptPatch, AttemptState, RolloutCreate, RolloutState, StatusPatch};
+use agl_core::rollout::{RolloutCreate, RolloutState, StatusPatch};
 use serde_json::{Value, json};
 
 fn client(url: &str) -> GatewayClient {

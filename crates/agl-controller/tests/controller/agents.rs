@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use agl_core::rollout::{FailureClass, RolloutState};
+use agl_core::attempt::FailureClass;
+use agl_core::rollout::RolloutState;
 use serde_json::{Value, json};
 
 use crate::stage::{Stage, is_running, pid_in, read, sh, with};

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use agl_client::{GatewayClient, Model};
 use agl_controller::{Controller, ControllerConfig};
-use agl_core::rollout::{AttemptState, FailureClass, Rollout, RolloutCreate, RolloutState};
+use agl_core::attempt::{AttemptState, FailureClass};
+use agl_core::rollout::{Rollout, RolloutCreate, RolloutState};
 use agl_core::trajectory::Level;
 use agl_gateway::{Gateway, GatewayConfig, GatewayError};
 use agl_mock_llm::{Answer, Fault, FaultRule, MockLlm, Script, Select, ToolCall};

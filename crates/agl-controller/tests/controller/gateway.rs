@@ -6,7 +6,8 @@ use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use agl_core::rollout::{Attempt, AttemptPatch, Rollout, RolloutState, StatusPatch};
+use agl_core::attempt::{Attempt, AttemptPatch};
+use agl_core::rollout::{Rollout, RolloutState, StatusPatch};
 use axum::body::Body;
 use axum::extract::{Path, Query, State};
 use axum::http::{HeaderMap, StatusCode};

@@ -4,7 +4,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use agl_controller::supervisor::record::Spec;
-use agl_core::rollout::{AttemptState, FailureClass, RolloutState};
+use agl_core::attempt::{AttemptState, FailureClass};
+use agl_core::rollout::RolloutState;
 use serde_json::{Value, json};
 
 use crate::stage::{PROGRAM, Stage, is_running, pid_in, read, sh, with};

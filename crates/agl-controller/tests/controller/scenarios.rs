@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use agl_core::rollout::{AttemptState, FailureClass, RolloutState};
+use agl_core::attempt::{AttemptState, FailureClass};
+use agl_core::rollout::RolloutState;
 use serde_json::json;
 
 use crate::stage::{Stage, is_running, pid_in, sh, with};

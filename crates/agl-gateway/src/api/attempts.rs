@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use agl_core::rollout::AttemptPatch;
+use agl_core::attempt::AttemptPatch;
 use agl_store::AttemptDetail;
 use axum::Json;
 use axum::extract::{Path, Request, State};

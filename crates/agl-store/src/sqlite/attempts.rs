@@ -1,7 +1,7 @@
 //! Attempts, with what their model calls came to.
 
+use agl_core::attempt::{Attempt, AttemptPatch};
 use agl_core::event::MODEL_REQUEST;
-use agl_core::rollout::{Attempt, AttemptPatch};
 use rusqlite::params;
 
 use super::{Sql, from_json, rollouts, to_json};

@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use agl_core::attempt::{Attempt, AttemptPatch};
 use agl_core::event::{Event, EventCreate};
-use agl_core::rollout::{Attempt, AttemptPatch, Rollout, StatusPatch};
+use agl_core::rollout::{Rollout, StatusPatch};
 use async_trait::async_trait;
 use rusqlite::{Connection, ErrorCode, OpenFlags};
 use tokio::sync::watch;

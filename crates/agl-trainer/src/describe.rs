@@ -1,0 +1,90 @@
+//! From a step's rollouts, credit and updates to its metrics.
+
+use agl_core::credit::Advantages;
+use agl_core::trajectory::{BreakClass, TokenDecoder};
+use agl_engine::{ChatTokenizer, Engine, UpdateStats};
+
+use crate::collect::Collected;
+use crate::metrics::StepMetrics;
+use crate::update::Samples;
+
+/// The policy's tokenizer, as `agl-core` wants to be handed one.
+struct Decoder<'a>(&'a ChatTokenizer);
+
+impl TokenDecoder for Decoder<'_> {
+    fn decode(&self, tokens: &[u32]) -> String {
+        // What cannot be decoded has no text to compare.
+        self.0.decode(tokens, false).unwrap_or_default()
+    }
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let (sum, count) = values.fold((0.0, 0_usize), |(sum, count), value| (sum + value, count + 1));
+    (count > 0).then(|| sum / count as f64)
+}
+
+/// What the rollouts of a step were like.
+pub(crate) fn rollouts(metrics: &mut StepMetrics, collected: &[Collected], engine: &Engine) {
+    let rows: usize = collected.iter().map(|rollout| rollout.sequences.len()).sum();
+    let sum = |count: fn(&Collected) -> usize| collected.iter().map(count).sum::<usize>() as f64;
+    metrics.set("rollouts/total", collected.len() as f64);
+    metrics.set("rollouts/rows_per_rollout", rows as f64 / collected.len().max(1) as f64);
+    metrics.set("rollouts/calls_per_rollout", sum(|rollout| rollout.counts.calls) / collected.len().max(1) as f64);
+    metrics.set("rollouts/failed_calls", sum(|rollout| rollout.counts.failed));
+    metrics.set("rollouts/superseded_calls", sum(|rollout| rollout.counts.superseded));
+    metrics.set("rollouts/undelivered_calls", sum(|rollout| rollout.counts.undelivered));
+    metrics.set("tokens/sampled", sum(|rollout| rollout.sequences.iter().map(|row| row.trained_tokens()).sum()));
+    for class in ["retokenisation", "chat_template", "rewritten_history"] {
+        metrics.set(&format!("breaks/{class}"), 0.0);
+    }
+    for found in collected.iter().flat_map(|rollout| &rollout.breaks).filter(|found| !found.new_conversation) {
+        let name = match found.classify(&Decoder(engine.tokenizer())) {
+            BreakClass::Retokenisation => "breaks/retokenisation",
+            BreakClass::ChatTemplate => "breaks/chat_template",
+            BreakClass::RewrittenHistory => "breaks/rewritten_history",
+            BreakClass::NewConversation => continue,
+        };
+        let before = metrics.get(name).unwrap_or(0.0);
+        metrics.set(name, before + 1.0);
+    }
+}
+
+/// Rewards, groups, and what was left out.
+pub(crate) fn credit(metrics: &mut StepMetrics, samples: &Samples, advantages: &Advantages) {
+    let rewards = || samples.samples.iter().filter_map(|sample| sample.verdict.reward());
+    if let Some(average) = mean(rewards()) {
+        metrics.set("reward/mean", average);
+        metrics.set("reward/std", mean(rewards().map(|reward| (reward - average).powi(2))).unwrap_or(0.0).sqrt());
+    }
+    metrics.set("groups/dropped", advantages.dropped_groups.len() as f64);
+    metrics.set("groups/zero_variance", advantages.zero_variance_groups.len() as f64);
+    for (why, count) in samples.exclusions() {
+        metrics.set(&format!("excluded/{}", why.as_str()), count as f64);
+        tracing::warn!(count, reason = why.as_str(), "rollouts left out: {}", why.remedy());
+    }
+    metrics.set("limits/dropped_rows", samples.limits.dropped_rows as f64);
+    metrics.set("limits/truncated_rows", samples.limits.truncated_rows as f64);
+    metrics.set("limits/lost_tokens", samples.limits.lost_tokens as f64);
+}
+
+/// Means over the updates of a step.
+pub(crate) fn updates(metrics: &mut StepMetrics, stats: &[UpdateStats]) {
+    type Column = fn(&UpdateStats) -> f64;
+    metrics.set("actor/updates", stats.len() as f64);
+    let columns: [(&str, Column); 7] = [
+        ("actor/loss", |update| update.loss),
+        ("actor/grad_norm", |update| update.grad_norm),
+        ("actor/clip_fraction", |update| update.clip_fraction),
+        ("actor/approx_kl", |update| update.approx_kl),
+        ("actor/ratio_mean", |update| update.ratio_mean),
+        ("actor/ratio_max", |update| update.ratio_max),
+        ("actor/entropy", |update| update.entropy),
+    ];
+    for (name, column) in columns {
+        if let Some(value) = mean(stats.iter().map(column)) {
+            metrics.set(name, value);
+        }
+    }
+    metrics.set("tokens/updated", stats.iter().map(|update| update.tokens as f64).sum());
+    metrics.set("tokens/trained", stats.iter().map(|update| update.trained_tokens as f64).sum());
+}
