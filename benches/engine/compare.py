@@ -1,4 +1,4 @@
-"""Training and decoding speed of the engine beside PyTorch, on the shape of the starting policy.
+"""Training and decoding speed of the engine beside PyTorch, with the calculator's starting policy.
 
 Run through `python3 scripts/parity/run.py bench`. Both sides run one after the other on the same machine with the same
 weights and shapes, several rounds by turns; medians are printed, since a shared machine makes single rounds useless.
@@ -10,30 +10,13 @@ rows of 256 tokens. Decoding: 32 sequences of 64 prompt and 128 sampled tokens a
 import json
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "parity"))
-import models  # noqa: E402
-
-SHAPE = dict(
-    vocab_size=1024,
-    hidden_size=128,
-    intermediate_size=384,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-    bos_token_id=0,
-    eos_token_id=2,
-)
+POLICY = Path(__file__).resolve().parents[2] / "recipes" / "calculator" / "policy"
 ROWS, ROW_LEN = 16, 256
 BATCH, PROMPT, NEW = 32, 64, 128
 ROUNDS, STEPS = 5, 4
@@ -41,7 +24,7 @@ ROUNDS, STEPS = 5, 4
 
 def train_torch(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = torch.randint(3, SHAPE["vocab_size"], (ROWS, ROW_LEN))
+    ids = torch.randint(3, model.config.vocab_size, (ROWS, ROW_LEN))
     old = torch.full((ROWS, ROW_LEN - 1), -6.9)
     started = None
     for step in range(STEPS + 1):
@@ -59,7 +42,7 @@ def train_torch(model):
 
 
 def decode_torch(model):
-    ids = torch.randint(3, SHAPE["vocab_size"], (BATCH, PROMPT))
+    ids = torch.randint(3, model.config.vocab_size, (BATCH, PROMPT))
     started = time.perf_counter()
     with torch.inference_mode():
         cache = transformers.DynamicCache(config=model.config)
@@ -76,19 +59,16 @@ def main():
     output = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
     executable = [e for e in (json.loads(line).get("executable") for line in output.splitlines()) if e][-1]
     torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)).float()
+    model = transformers.Qwen3ForCausalLM.from_pretrained(POLICY).float()
     figures = {key: [] for key in ["torch train", "engine train", "torch decode", "engine decode"]}
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        models.make_tokenizer().save_pretrained(folder)
-        for _ in range(ROUNDS):
-            figures["torch train"].append(train_torch(model.train()))
-            figures["torch decode"].append(decode_torch(model.eval()))
-            sizes = [str(n) for n in (ROWS, ROW_LEN, STEPS, BATCH, PROMPT, NEW)]
-            result = subprocess.run([executable, folder, *sizes], check=True, stdout=subprocess.PIPE, text=True)
-            ours = json.loads(result.stdout)
-            figures["engine train"].append(ours["train_tokens_per_second"])
-            figures["engine decode"].append(ours["decode_tokens_per_second"])
+    for _ in range(ROUNDS):
+        figures["torch train"].append(train_torch(model.train()))
+        figures["torch decode"].append(decode_torch(model.eval()))
+        sizes = [str(n) for n in (ROWS, ROW_LEN, STEPS, BATCH, PROMPT, NEW)]
+        result = subprocess.run([executable, str(POLICY), *sizes], check=True, stdout=subprocess.PIPE, text=True)
+        ours = json.loads(result.stdout)
+        figures["engine train"].append(ours["train_tokens_per_second"])
+        figures["engine decode"].append(ours["decode_tokens_per_second"])
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters} parameters, {torch.get_num_threads()} threads, torch {torch.__version__}, tokens/s:")
     print(f"{'':14}{'median':>10}{'lowest':>10}{'highest':>10}")

@@ -26,7 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn token(seed: usize) -> u32 {
-    (3 + seed * 7919 % 1021) as u32
+    (3 + seed * 7919 % 421) as u32
 }
 
 fn train(engine: &Engine, rows: usize, row_len: usize, steps: usize) -> Result<f64, Box<dyn Error>> {
