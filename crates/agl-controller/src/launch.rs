@@ -149,7 +149,7 @@ impl Launch<'_> {
     }
 
     fn agent_environment(&self, config: &ControllerConfig) -> BTreeMap<String, String> {
-        let base_url = self.openai_base_url();
+        let base_url = self.proxy_url("openai/v1");
         let mut env = BTreeMap::from([
             ("AGL_OPENAI_BASE_URL".to_owned(), base_url.clone()),
             ("AGL_EVENT_URL".to_owned(), self.event_url()),
@@ -157,16 +157,23 @@ impl Launch<'_> {
             ("AGL_INPUT".to_owned(), self.dir.input().to_string_lossy().into_owned()),
         ]);
         if config.sdk_environment {
-            env.insert("OPENAI_BASE_URL".to_owned(), base_url.clone());
-            env.insert("OPENAI_API_BASE".to_owned(), base_url);
-            env.insert("OPENAI_API_KEY".to_owned(), self.key.to_owned());
+            let named = [
+                ("OPENAI_BASE_URL", &base_url),
+                ("OPENAI_API_BASE", &base_url),
+                ("ANTHROPIC_BASE_URL", &self.proxy_url("anthropic")),
+                ("GOOGLE_GEMINI_BASE_URL", &self.proxy_url("gemini")),
+            ];
+            env.extend(named.map(|(name, url)| (name.to_owned(), url.clone())));
+            let keys = ["OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"];
+            env.extend(keys.map(|name| (name.to_owned(), self.key.to_owned())));
         }
         env
     }
 
-    fn openai_base_url(&self) -> String {
+    /// The base URL of a dialect: what its SDKs put their own paths behind.
+    fn proxy_url(&self, dialect: &str) -> String {
         let (url, rollout, attempt) = (self.agent_url, escape(&self.rollout.rollout_id), escape(self.attempt_id));
-        format!("{url}/proxy/rollout/{rollout}/attempt/{attempt}/mode/{}/openai/v1", self.rollout.mode())
+        format!("{url}/proxy/rollout/{rollout}/attempt/{attempt}/mode/{}/{dialect}", self.rollout.mode())
     }
 
     fn event_url(&self) -> String {
@@ -214,7 +221,9 @@ impl Launch<'_> {
             ("mode", rollout.mode().into()),
             ("metadata", rollout.metadata.clone().into()),
             ("work_dir", self.dir.work().to_string_lossy().into()),
-            ("openai_base_url", self.openai_base_url().into()),
+            ("openai_base_url", self.proxy_url("openai/v1").into()),
+            ("anthropic_base_url", self.proxy_url("anthropic").into()),
+            ("gemini_base_url", self.proxy_url("gemini").into()),
             ("event_url", self.event_url().into()),
         ] {
             context.insert(name.to_owned(), value);

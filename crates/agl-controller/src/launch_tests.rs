@@ -43,6 +43,10 @@ fn an_agent_gets_the_urls_and_key_of_its_own_attempt() {
             ("OPENAI_BASE_URL", base),
             ("OPENAI_API_BASE", base),
             ("OPENAI_API_KEY", "agent-key"),
+            ("ANTHROPIC_BASE_URL", "http://gateway:8080/proxy/rollout/r%201/attempt/2/mode/val/anthropic"),
+            ("ANTHROPIC_API_KEY", "agent-key"),
+            ("GOOGLE_GEMINI_BASE_URL", "http://gateway:8080/proxy/rollout/r%201/attempt/2/mode/val/gemini"),
+            ("GEMINI_API_KEY", "agent-key"),
         ]
         .map(|(name, value)| (name.to_owned(), value.to_owned())),
     );
@@ -63,7 +67,7 @@ fn the_names_that_sdks_read_can_be_switched_off() {
 fn argv_env_and_cwd_are_templates() {
     let spec = spec(json!({"process": {
         "argv": ["agent", "--task={{ input.question }}", "{{ input | tojson }}", "{{ 'val' if not is_train }}", "plain"],
-        "env": {"GROUP": "{{ metadata.group }}/{{ attempt_id }}", "OTHER_KEY": "{{ key }}", "URL": "{{ openai_base_url }}"},
+        "env": {"GROUP": "{{ metadata.group }}/{{ attempt_id }}", "OTHER_KEY": "{{ key }}", "URL": "{{ openai_base_url }}", "CLAUDE": "{{ anthropic_base_url }}"},
         "cwd": "/data/{{ input.parts[0].b.upper() }}",
     }}))
     .unwrap();
@@ -73,6 +77,7 @@ fn argv_env_and_cwd_are_templates() {
     assert_eq!(spec.agent.env["GROUP"], "g1/2");
     assert_eq!(spec.agent.env["OTHER_KEY"], "agent-key");
     assert_eq!(spec.agent.env["URL"], spec.agent.env["AGL_OPENAI_BASE_URL"]);
+    assert_eq!(spec.agent.env["CLAUDE"], spec.agent.env["ANTHROPIC_BASE_URL"]);
     assert_eq!(spec.agent.cwd, PathBuf::from("/data/Ü"));
 }
 

@@ -11,9 +11,11 @@ use crate::config::{GatewayConfig, duration};
 use crate::error::{ApiError, GatewayError};
 use crate::gate::Gate;
 use crate::keys::{Access, Keys, Scope, presented};
+use crate::proxy::flights::Flights;
 use crate::proxy::recorder::Recorder;
 use crate::proxy::servers::Servers;
 use crate::proxy::upstream::Upstream;
+use crate::proxy::verbatim::Verbatim;
 
 /// As many calls may be under way as a semaphore can count to. Whoever holds all permits knows that none is.
 pub(crate) const ALL_CALLS: u32 = 1 << 20;
@@ -31,6 +33,8 @@ pub(crate) struct App {
     pub(crate) servers: Arc<Servers>,
     pub(crate) upstream: Upstream,
     pub(crate) recorder: Arc<Recorder>,
+    pub(crate) verbatim: Verbatim,
+    pub(crate) flights: Arc<Flights>,
     /// A permit per call under way, also of harnesses that have hung up.
     pub(crate) calls: Arc<Semaphore>,
     /// True once the gateway is asked to stop: streams end then.
@@ -57,6 +61,8 @@ impl App {
             servers,
             upstream,
             recorder,
+            verbatim: Verbatim::default(),
+            flights: Arc::default(),
             calls: Arc::new(Semaphore::new(ALL_CALLS as usize)),
             stopping: watch::Sender::new(false),
         }))

@@ -24,6 +24,8 @@ pub struct GatewayConfig {
     pub upstream: UpstreamConfig,
     /// How long capture goes on after a harness has hung up.
     pub hangup_grace_seconds: f64,
+    /// A stream that waits longer than this for its answer begins without it, and says so often that it still waits.
+    pub stream_keep_alive_seconds: f64,
     /// What is held during a pause.
     pub hold: HoldConfig,
     /// How long a call waits for a model to be registered.
@@ -47,6 +49,7 @@ impl Default for GatewayConfig {
             default_proxy: DefaultProxyConfig::default(),
             upstream: UpstreamConfig::default(),
             hangup_grace_seconds: 30.0,
+            stream_keep_alive_seconds: 10.0,
             hold: HoldConfig::default(),
             no_model_wait_seconds: 10.0,
             body_limit: 64 * 1024 * 1024,
@@ -77,6 +80,8 @@ pub struct DefaultProxyConfig {
     pub override_return_token_ids: bool,
     /// Ask for log-probs where `include_log_probs` says so.
     pub override_logprobs: bool,
+    /// Send the arguments of earlier tool calls as the model wrote them, where the harness has only laid them out anew.
+    pub restore_arguments: bool,
 }
 
 impl Default for DefaultProxyConfig {
@@ -90,6 +95,7 @@ impl Default for DefaultProxyConfig {
             override_temperature: true,
             override_return_token_ids: true,
             override_logprobs: true,
+            restore_arguments: true,
         }
     }
 }
@@ -146,6 +152,7 @@ impl GatewayConfig {
             ("upstream.backoff_cap_seconds", self.upstream.backoff_cap_seconds),
             ("upstream.timeout_seconds", self.upstream.timeout_seconds),
             ("hangup_grace_seconds", self.hangup_grace_seconds),
+            ("stream_keep_alive_seconds", self.stream_keep_alive_seconds),
             ("hold.max_seconds", self.hold.max_seconds),
             ("no_model_wait_seconds", self.no_model_wait_seconds),
             ("pause_lease_seconds", self.pause_lease_seconds),

@@ -97,6 +97,12 @@ impl ApiError {
         Self::new(StatusCode::UNPROCESSABLE_ENTITY, detail)
     }
 
+    /// The same in other words: status and headers stay.
+    pub(crate) fn say(mut self, body: Value) -> Self {
+        self.body = body;
+        self
+    }
+
     pub(crate) fn retry_after(mut self, seconds: u64) -> Self {
         self.headers.push((header::RETRY_AFTER, HeaderValue::from(seconds)));
         self

@@ -4,6 +4,7 @@
 //! * [`Gateway`] — bound to an address, then served until asked to stop.
 //! * [`config`] — every setting and its default.
 //! * `api` — the management interface: rollouts, attempts, events, models, watch, pause.
+//! * `dialect` — what harnesses speak, translated to chat completions and back.
 //! * `proxy` — a model call's way to an inference server and back.
 //! * `gate` — holds calls during a pause.
 //! * `keys` — who may do what.
@@ -19,6 +20,7 @@ mod api;
 mod app;
 mod clock;
 pub mod config;
+mod dialect;
 pub mod error;
 mod gate;
 mod keys;

@@ -86,6 +86,7 @@ impl MockLlm {
             .route("/v1/chat/completions", post(chat))
             .route("/v1/completions", post(completions))
             .route("/v1/models", get(models))
+            .route("/tokenize", post(tokenize))
             .route("/mock/faults", get(faults).post(set_faults))
             .route("/mock/requests", get(requests))
             .layer(DefaultBodyLimit::disable())
@@ -285,6 +286,17 @@ fn truncated(body: &str) -> Response {
     let headers =
         [(header::CONTENT_TYPE, "application/json".to_owned()), (header::CONTENT_LENGTH, body.len().to_string())];
     (headers, Body::from_stream(parts)).into_response()
+}
+
+async fn tokenize(body: Bytes) -> Response {
+    let asked = serde_json::from_slice(&body).map_err(|error| error.to_string());
+    match asked.and_then(|body| read_request(true, &body)) {
+        Ok(asked) => {
+            let tokens = asked.prompts.into_iter().next().unwrap_or_default();
+            Json(json!({"count": tokens.len(), "max_model_len": 1 << 20, "tokens": tokens})).into_response()
+        }
+        Err(message) => (StatusCode::BAD_REQUEST, Json(json!({"error": {"message": message}}))).into_response(),
+    }
 }
 
 async fn models(State(shared): State<SharedState>) -> Json<Value> {

@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions`.
+//! `POST /v1/chat/completions`, and `POST /tokenize` for how long its prompt would be.
 
 use axum::Json;
 use axum::body::Bytes;
@@ -65,6 +65,13 @@ pub(super) async fn create(State(engine): State<Engine>, body: Bytes) -> Result<
         answer["prompt_token_ids"] = json!(prompt);
     }
     Ok(Json(answer))
+}
+
+/// The prompt of a conversation as token ids, in vLLM's form.
+pub(super) async fn tokenize(State(engine): State<Engine>, body: Bytes) -> Result<Json<Value>, ApiError> {
+    let request: ChatRequest = parse(&body)?;
+    let tokens = request.prompt(engine.tokenizer(), request.usable_tools()?)?;
+    Ok(Json(json!({"count": tokens.len(), "max_model_len": engine.max_model_len(), "tokens": tokens})))
 }
 
 impl ChatRequest {

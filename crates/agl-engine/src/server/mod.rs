@@ -1,6 +1,6 @@
 //! The policy over HTTP, in the dialect of OpenAI with the extensions of vLLM that training needs.
 //!
-//! `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`, `GET /health`.
+//! `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`, `POST /tokenize`, `GET /health`.
 //!
 //! One model is served; the request's `model` is not looked at. Beyond OpenAI's fields: `return_token_ids` adds
 //! `prompt_token_ids` (top level for chat, per choice for completions) and `choices[].token_ids`, which include the token
@@ -44,6 +44,7 @@ pub fn router(engine: Engine) -> Router {
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route("/v1/models", get(models))
+        .route("/tokenize", post(chat::tokenize))
         .route("/health", get(async || ()))
         .fallback(async || ApiError::not_found())
         .layer(DefaultBodyLimit::max(BODY_LIMIT))

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::app::App;
 use crate::error::ApiError;
 use crate::keys::presented;
-use crate::proxy;
+use crate::proxy::entry;
 
 mod attempts;
 mod events;
@@ -46,7 +46,8 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route_layer(middleware::from_fn_with_state(Arc::clone(&app), require_server_key));
     let attempts = Router::new()
         .route("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events", post(events::append))
-        .route("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai/v1/{*path}", post(proxy::forward));
+        .merge(harnesses("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}"))
+        .merge(harnesses("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/agent/{agent}"));
     Router::new()
         .route("/healthz", get(async || Json(json!({"status": "ok"}))))
         .merge(management)
@@ -55,6 +56,22 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .method_not_allowed_fallback(async || ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed"))
         .layer(DefaultBodyLimit::max(app.config.body_limit))
         .with_state(app)
+}
+
+/// The routes of a harness, one base URL for each dialect.
+fn harnesses(place: &str) -> Router<Arc<App>> {
+    let at = |path: &str| format!("{place}/{path}");
+    Router::new()
+        .route(&at("openai/v1/models"), get(entry::openai_models))
+        .route(&at("openai/v1/{*path}"), post(entry::openai))
+        // Claude Code asks first whether anybody is there.
+        .route(&at("anthropic"), get(async || StatusCode::OK))
+        .route(&at("anthropic/"), get(async || StatusCode::OK))
+        .route(&at("anthropic/v1/models"), get(entry::anthropic_models))
+        .route(&at("anthropic/v1/messages"), post(entry::anthropic))
+        .route(&at("anthropic/v1/messages/count_tokens"), post(entry::anthropic_count))
+        .route(&at("gemini/v1beta/models/{*path}"), post(entry::gemini))
+        .route(&at("gemini/v1/models/{*path}"), post(entry::gemini))
 }
 
 async fn require_server_key(State(app): State<Arc<App>>, request: Request, next: Next) -> Result<Response, ApiError> {

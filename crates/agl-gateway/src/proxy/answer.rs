@@ -8,6 +8,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
+use crate::dialect::answer::ToolCall;
+
 /// The part of an answer that the gateway looks at.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Answer {
@@ -17,6 +19,8 @@ pub(crate) struct Answer {
     pub(crate) usage: Option<Value>,
     /// Of the first choice.
     pub(crate) finish_reason: Option<String>,
+    /// Of all choices.
+    pub(crate) tool_calls: Vec<ToolCall>,
     /// What is wrong with it, for the log.
     pub(crate) complaints: Vec<String>,
 }
@@ -58,6 +62,14 @@ struct RawChoice<'a> {
     policy_versions: Option<&'a RawValue>,
     #[serde(borrow)]
     finish_reason: Option<&'a RawValue>,
+    #[serde(borrow)]
+    message: Option<&'a RawValue>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawMessage {
+    tool_calls: Option<Vec<Value>>,
 }
 
 /// `registered` is the version that the server was registered with, for servers that do not say.
@@ -102,9 +114,11 @@ pub(crate) fn read(body: &[u8], registered: u64) -> Answer {
         })
         .collect();
     let finish_reason = raw_choices.first().and_then(|choice| known::<String>(choice.finish_reason));
+    let messages = raw_choices.iter().filter_map(|choice| known::<RawMessage>(choice.message)?.tool_calls);
     Answer {
         is_object: true,
         choices,
+        tool_calls: messages.flatten().map(|call| ToolCall::read(&call)).collect(),
         usage: known::<Value>(raw.usage).filter(Value::is_object),
         finish_reason: finish_reason.filter(|reason| !reason.is_empty()),
         complaints,

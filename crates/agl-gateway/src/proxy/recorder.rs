@@ -47,8 +47,9 @@ struct AttemptTree {
     tree: TokenTree,
     next_seq: u64,
     calls_begun: u64,
-    /// Rows whose answer did not reach the harness, or may not have: by the digest of their request.
-    retryable: HashMap<[u8; 32], Vec<u64>>,
+    /// The answered calls by the digest of their request: the newest, and every one whose answer did not reach the harness, or
+    /// may not have.
+    asked: HashMap<[u8; 32], Vec<Recorded>>,
     tokens: Arc<AtomicUsize>,
 }
 
@@ -67,6 +68,17 @@ pub(crate) struct Finished {
     pub(crate) trainable: bool,
     /// False where the harness has hung up already.
     pub(crate) client_present: bool,
+}
+
+/// A call that has been recorded.
+#[derive(Clone, Debug)]
+pub(crate) struct Recorded {
+    pub(crate) call_id: String,
+    seqs: Vec<u64>,
+    /// False for a failure: then there is no answer to deliver.
+    answered: bool,
+    /// The harness has the answer, as far as is known.
+    delivered: bool,
 }
 
 /// What came of it.
@@ -140,32 +152,60 @@ impl Recorder {
         Ok(attempt.calls_begun - 1)
     }
 
-    /// Writes the call, and says how its delivery is to be reported, if it matters.
-    pub(crate) async fn record(&self, call: Finished) -> Result<Option<Handover>, RecordError> {
+    /// Writes the call.
+    pub(crate) async fn record(&self, call: Finished) -> Result<Recorded, RecordError> {
         let mut guard = self.open(&call.key).await?;
         let attempt = loaded(&mut guard)?;
-        let (digest, key) = (call.digest, call.key.clone());
-        let (record, has_ids) = attempt.add(call).map_err(|source| RecordError::of_tree(&key, source))?;
-        let (seqs, superseded) = (record.rows.iter().map(|row| row.seq).collect::<Vec<_>>(), record.supersedes.clone());
-        let present = record.rows.iter().all(|row| row.delivery == Delivery::Delivered);
+        let (digest, key, call_id) = (call.digest, call.key.clone(), call.call_id.clone());
+        let delivered = call.client_present;
+        let (record, answered) = attempt.add(call).map_err(|source| RecordError::of_tree(&key, source))?;
+        let seqs = record.rows.iter().map(|row| row.seq).collect();
         if let Err(error) = self.store.record_call(record).await {
             // The tree holds rows that the store does not: it is read anew by whoever comes next.
             *guard = None;
             return Err(error.into());
         }
-        let attempt = loaded(&mut guard)?;
-        if !superseded.is_empty() {
-            attempt.retryable.remove(&digest);
+        let recorded = Recorded { call_id, seqs, answered, delivered };
+        if answered {
+            loaded(&mut guard)?.note(digest, recorded.clone());
         }
-        if !has_ids {
+        Ok(recorded)
+    }
+
+    /// The answer that a harness gets which asks again: one that did not reach it, or where it says that it is a retry the newest.
+    pub(crate) async fn recorded(
+        &self,
+        key: &AttemptKey,
+        digest: &[u8; 32],
+        is_retry: bool,
+    ) -> Result<Option<Recorded>, RecordError> {
+        if !loaded(&mut self.open(key).await?)?.asked.contains_key(digest) {
             return Ok(None);
         }
-        if !present {
-            attempt.retryable.entry(digest).or_default().extend(seqs);
-            return Ok(None);
+        // Who hung up a moment ago is known then.
+        self.flush().await;
+        let mut guard = self.open(key).await?;
+        let calls = loaded(&mut guard)?.asked.get(digest).map_or(&[][..], Vec::as_slice);
+        Ok(calls.iter().rev().find(|call| is_retry || !call.delivered).cloned())
+    }
+
+    /// Gives a recorded answer to a connection; `None` where nothing depends on whether it takes it.
+    pub(crate) async fn hand_over(&self, key: &AttemptKey, digest: [u8; 32], call: Recorded) -> Option<Handover> {
+        if !call.answered {
+            return None;
         }
-        let parcel = Settled { key, seqs, digest, delivery: Delivery::Undelivered };
-        Ok(Some(Handover { parcel: Some(parcel), outbox: self.outbox.clone() }))
+        if !call.delivered {
+            self.set_delivery(key, &digest, &call.seqs, Delivery::Delivered).await;
+        }
+        let parcel = Settled { key: key.clone(), seqs: call.seqs, digest, delivery: Delivery::Undelivered };
+        Some(Handover { parcel: Some(parcel), outbox: self.outbox.clone() })
+    }
+
+    /// Says that nobody waited for a recorded answer any more.
+    pub(crate) async fn leave_behind(&self, key: &AttemptKey, digest: [u8; 32], call: Recorded) {
+        if call.delivered {
+            drop(self.hand_over(key, digest, call).await);
+        }
     }
 
     /// The training sequences of an attempt. An answer whose harness has hung up is not among them, however shortly before.
@@ -261,15 +301,14 @@ fn evict(trees: &mut HashMap<AttemptKey, Entry>) {
 
 impl AttemptTree {
     fn rebuild(rows: Vec<StoredCall>, tokens: Arc<AtomicUsize>) -> Result<Self, TreeError> {
-        let mut attempt =
-            Self { tree: TokenTree::new(), next_seq: 0, calls_begun: 0, retryable: HashMap::new(), tokens };
+        let mut attempt = Self { tree: TokenTree::new(), next_seq: 0, calls_begun: 0, asked: HashMap::new(), tokens };
         let mut last_call = None;
         for StoredCall { row, request_digest, settled } in rows {
             // After a crash it is not known whether the last answers left. If the harness asks the same again, they did not.
             let may_be_lost =
                 row.delivery == Delivery::Undelivered || (row.delivery == Delivery::Delivered && !settled);
-            if may_be_lost && row.outcome == CallOutcome::Ok {
-                attempt.retryable.entry(request_digest).or_default().push(row.seq);
+            if row.outcome != CallOutcome::Failed && row.delivery != Delivery::Superseded {
+                attempt.note_row(request_digest, &row, !may_be_lost);
             }
             if last_call.as_ref() != Some(&row.call_id) {
                 attempt.calls_begun += 1;
@@ -282,11 +321,30 @@ impl AttemptTree {
         Ok(attempt)
     }
 
+    /// Keeps a call in mind for whoever asks the same again.
+    fn note(&mut self, digest: [u8; 32], call: Recorded) {
+        let calls = self.asked.entry(digest).or_default();
+        calls.retain(|before| !before.delivered);
+        calls.push(call);
+    }
+
+    /// As [`Self::note`], row by row.
+    fn note_row(&mut self, digest: [u8; 32], row: &CallRow, delivered: bool) {
+        let newest = self.asked.get_mut(&digest).and_then(|calls| calls.last_mut());
+        match newest.filter(|newest| newest.call_id == row.call_id) {
+            Some(newest) => newest.seqs.push(row.seq),
+            None => {
+                let (call_id, seqs) = (row.call_id.clone(), vec![row.seq]);
+                self.note(digest, Recorded { call_id, seqs, answered: true, delivered });
+            }
+        }
+    }
+
     fn count(&self, row: &CallRow) {
         self.tokens.fetch_add(row.inserted.len() + 2 * row.sampled.len(), Ordering::Relaxed);
     }
 
-    /// Adds the call's rows to the tree and gives what is to be stored, and whether there are token ids in it.
+    /// Adds the call's rows to the tree and gives what is to be stored, and whether there is an answer in it.
     fn add(&mut self, call: Finished) -> Result<(CallRecord, bool), TreeError> {
         let delivery = if call.client_present { Delivery::Delivered } else { Delivery::Undelivered };
         let first_seq = self.next_seq;
@@ -294,6 +352,7 @@ impl AttemptTree {
             CallResult::Answered(choices) => (choices, CallOutcome::NoTokenIds),
             CallResult::Failed => (Vec::new(), CallOutcome::Failed),
         };
+        let answered = missing != CallOutcome::Failed;
         // A call without any answer is one empty row, so that it is counted.
         let choices = if choices.is_empty() { vec![Choice::default()] } else { choices };
         let mut rows = Vec::with_capacity(choices.len());
@@ -316,9 +375,9 @@ impl AttemptTree {
             self.count(&row);
             rows.push(row);
         }
-        let has_ids = rows.iter().any(|row| row.outcome == CallOutcome::Ok);
-        let supersedes =
-            if has_ids { self.retryable.get(&call.digest).cloned().unwrap_or_default() } else { Vec::new() };
+        let lost = if answered { self.asked.remove(&call.digest).unwrap_or_default() } else { Vec::new() };
+        let supersedes: Vec<u64> =
+            lost.into_iter().filter(|before| !before.delivered).flat_map(|before| before.seqs).collect();
         for &seq in &supersedes {
             self.tree.set_delivery(seq, Delivery::Superseded)?;
         }
@@ -338,7 +397,7 @@ impl AttemptTree {
             http_status: call.http_status,
             supersedes,
         };
-        Ok((record, has_ids))
+        Ok((record, answered))
     }
 }
 
@@ -385,23 +444,27 @@ impl Recorder {
         match parcel {
             Parcel::Flush(done) => waiting.get_or_insert_default().push(done),
             Parcel::Settled(settled) => {
-                if settled.delivery == Delivery::Undelivered {
-                    self.note_undelivered(&settled).await;
+                let Settled { key, seqs, digest, delivery } = settled;
+                if delivery == Delivery::Undelivered {
+                    self.set_delivery(&key, &digest, &seqs, delivery).await;
                 }
-                let Settled { key: AttemptKey { rollout_id, attempt_id }, seqs, delivery, .. } = settled;
+                let AttemptKey { rollout_id, attempt_id } = key;
                 settlements.push(Settlement { rollout_id, attempt_id, seqs, delivery });
             }
         }
     }
 
-    async fn note_undelivered(&self, settled: &Settled) {
-        let Ok(mut guard) = self.open(&settled.key).await else { return };
+    /// Notes in the tree whether an answer has reached the harness.
+    async fn set_delivery(&self, key: &AttemptKey, digest: &[u8; 32], seqs: &[u64], delivery: Delivery) {
+        let Ok(mut guard) = self.open(key).await else { return };
         let Ok(attempt) = loaded(&mut guard) else { return };
-        for &seq in &settled.seqs {
+        for &seq in seqs {
             // A tree that was rebuilt meanwhile has the row too.
-            if attempt.tree.set_delivery(seq, Delivery::Undelivered).is_ok() {
-                attempt.retryable.entry(settled.digest).or_default().push(seq);
-            }
+            let _unknown = attempt.tree.set_delivery(seq, delivery);
+        }
+        let calls = attempt.asked.get_mut(digest).into_iter().flatten();
+        for call in calls.filter(|call| call.seqs == seqs) {
+            call.delivered = delivery == Delivery::Delivered;
         }
     }
 }
@@ -410,32 +473,56 @@ impl Recorder {
 mod tests {
     use super::*;
 
-    #[tokio::test]
-    async fn an_answer_that_was_just_dropped_is_not_handed_out_as_live() {
+    const QUESTION: [u8; 32] = [0; 32];
+
+    fn key() -> AttemptKey {
+        AttemptKey { rollout_id: "r".to_owned(), attempt_id: "0".to_owned() }
+    }
+
+    async fn recorder() -> Arc<Recorder> {
         let store = agl_store::open("memory").await.unwrap();
         let create = serde_json::from_value(serde_json::json!({"input": 1})).unwrap();
         store.create_rollouts(vec![agl_core::rollout::Rollout::new(create, "r".to_owned(), 1.0)]).await.unwrap();
-        let recorder = Recorder::start(store);
-        let key = AttemptKey { rollout_id: "r".to_owned(), attempt_id: "0".to_owned() };
+        Recorder::start(store)
+    }
+
+    fn call(id: &str, sampled: u32) -> Finished {
         let versions = vec![agl_core::trajectory::VersionRun { version: 3, count: 1 }];
-        let choice = Choice { ids: Some((vec![1, 2], vec![7])), versions, ..Choice::default() };
-        let call = Finished {
-            key: key.clone(),
-            call_id: "call-1".to_owned(),
+        let choice = Choice { ids: Some((vec![1, 2], vec![sampled])), versions, ..Choice::default() };
+        Finished {
+            key: key(),
+            call_id: id.to_owned(),
             timestamp: 1.0,
             data: Map::new(),
             request: Bytes::from_static(b"{}"),
             response: Bytes::from_static(b"{}"),
             result: CallResult::Answered(vec![choice]),
-            digest: [0; 32],
+            digest: QUESTION,
             http_status: 200,
             trainable: true,
             client_present: true,
-        };
-        let handover = recorder.record(call).await.unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_was_just_dropped_is_not_handed_out_as_live() {
+        let recorder = recorder().await;
+        let recorded = recorder.record(call("call-1", 7)).await.unwrap();
+        let handover = recorder.hand_over(&key(), QUESTION, recorded).await;
         assert!(handover.is_some());
         drop(handover);
-        let counts = recorder.sequences(&key, Level::Trajectory).await.unwrap().counts;
+        let counts = recorder.sequences(&key(), Level::Trajectory).await.unwrap().counts;
         assert_eq!((counts.live, counts.undelivered), (0, 1));
+    }
+
+    #[tokio::test]
+    async fn a_second_answer_to_one_that_did_not_arrive_supersedes_it() {
+        let recorder = recorder().await;
+        let first = recorder.record(call("call-1", 7)).await.unwrap();
+        drop(recorder.hand_over(&key(), QUESTION, first).await);
+        recorder.flush().await;
+        recorder.record(call("call-2", 8)).await.unwrap();
+        let counts = recorder.sequences(&key(), Level::Trajectory).await.unwrap().counts;
+        assert_eq!((counts.live, counts.superseded, counts.undelivered), (1, 1, 0));
     }
 }

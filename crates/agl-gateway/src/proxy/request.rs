@@ -42,10 +42,6 @@ pub(crate) enum UpstreamPath {
 }
 
 impl UpstreamPath {
-    pub(crate) fn from_name(name: &str) -> Option<Self> {
-        [Self::ChatCompletions, Self::Completions].into_iter().find(|path| path.as_str() == name)
-    }
-
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::ChatCompletions => "chat/completions",
@@ -71,6 +67,12 @@ impl RequestBody {
         serde_json::from_str(whole.get()).map_err(|_| ApiError::bad_request("Request body must be a JSON object"))
     }
 
+    /// A body that was put together here.
+    pub(crate) fn of(fields: &serde_json::Map<String, serde_json::Value>) -> Self {
+        let raw = |value| serde_json::value::to_raw_value(value).ok();
+        Self { entries: fields.iter().filter_map(|(key, value)| Some((key.clone(), raw(value)?))).collect() }
+    }
+
     fn get(&self, key: &str) -> Option<&RawValue> {
         self.entries.iter().find(|(name, _)| name == key).map(|(_, value)| &**value)
     }
@@ -80,9 +82,25 @@ impl RequestBody {
         serde_json::from_str(self.get(key)?.get()).ok()
     }
 
+    /// The values under the key, if it holds a list.
+    pub(crate) fn list(&self, key: &str) -> Option<Vec<serde_json::Value>> {
+        serde_json::from_str(self.get(key)?.get()).ok()
+    }
+
     /// True where the key holds something that Python takes for true.
     pub(crate) fn is_truthy(&self, key: &str) -> bool {
         self.get(key).is_some_and(|value| !matches!(value.get(), "false" | "null" | "0" | "0.0" | "\"\"" | "[]" | "{}"))
+    }
+
+    /// True where the key holds an object in which `inner` is true.
+    pub(crate) fn is_true_in(&self, key: &str, inner: &str) -> bool {
+        let object: Option<serde_json::Value> = self.get(key).and_then(|value| serde_json::from_str(value.get()).ok());
+        object.is_some_and(|object| object[inner] == true)
+    }
+
+    /// Takes the key out.
+    pub(crate) fn remove(&mut self, key: &str) {
+        self.entries.retain(|(name, _)| name != key);
     }
 
     /// True where the key is there and not null.
@@ -91,8 +109,8 @@ impl RequestBody {
     }
 
     /// Replaces the value in place, or adds the key at the end.
-    fn set(&mut self, key: &str, value: &impl Serialize) {
-        // Bools, finite numbers and texts always serialise.
+    pub(crate) fn set(&mut self, key: &str, value: &impl Serialize) {
+        // What is set here always serialises: bools, finite numbers, texts, and values that were read.
         let Ok(value) = serde_json::value::to_raw_value(value) else { return };
         match self.entries.iter_mut().find(|(name, _)| name == key) {
             Some((_, slot)) => *slot = value,
@@ -136,13 +154,9 @@ impl RequestBody {
     }
 }
 
-/// Tells a retry from another call: the same bytes to the same interface in the same mode.
-pub(crate) fn digest(raw: &[u8], mode: Mode, path: UpstreamPath) -> [u8; 32] {
-    let mode = match mode {
-        Mode::Train => b"train\0",
-        Mode::Val => b"val\0\0\0",
-    };
-    Sha256::new().chain_update(mode).chain_update(path.as_str()).chain_update(b"\0").chain_update(raw).finalize().into()
+/// Tells a retry from another call: the same bytes to the same path, which names the mode and the dialect.
+pub(crate) fn digest(raw: &[u8], path: &str) -> [u8; 32] {
+    Sha256::new().chain_update((path.len() as u64).to_le_bytes()).chain_update(path).chain_update(raw).finalize().into()
 }
 
 impl<'de> Deserialize<'de> for RequestBody {

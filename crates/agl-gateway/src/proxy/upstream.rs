@@ -130,6 +130,16 @@ impl Upstream {
         }
     }
 
+    /// Asks the model's server how many tokens a conversation is; `None` where it cannot say.
+    pub(crate) async fn count_tokens(&self, model: &str, rollout_id: &str, body: &serde_json::Value) -> Option<u64> {
+        let server = self.servers.pick(model, rollout_id)?;
+        let base = server.endpoint.trim_end_matches('/');
+        let url = format!("{}/tokenize", base.strip_suffix("/v1").unwrap_or(base));
+        let answer =
+            self.try_once(&url, body.to_string().into()).await.ok().filter(|answer| answer.status.is_success())?;
+        serde_json::from_slice::<serde_json::Value>(&answer.body).ok()?["count"].as_u64()
+    }
+
     async fn try_once(&self, url: &str, body: Bytes) -> Result<UpstreamAnswer, reqwest::Error> {
         let request = self.client.post(url).header(header::CONTENT_TYPE, "application/json").body(body);
         let response = request.send().await?;

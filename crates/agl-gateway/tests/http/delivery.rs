@@ -41,7 +41,7 @@ async fn capture_goes_on_when_the_harness_hangs_up_and_the_answer_is_not_live() 
 }
 
 #[tokio::test]
-async fn an_equal_call_afterwards_supersedes_the_undelivered_one() {
+async fn an_equal_call_afterwards_gets_the_answer_that_did_not_arrive() {
     let mut config = quick();
     config.hangup_grace_seconds = 20.0;
     let scene = Scene::with(config).await;
@@ -54,12 +54,62 @@ async fn an_equal_call_afterwards_supersedes_the_undelivered_one() {
     scene.upstream.will_sample(&[1, 2], &[9]);
     assert_eq!(scene.call("r", json!({"messages": [2]})).await.status, 200);
     assert_eq!(counts(&scene).await["undelivered"], 1, "another body is another call");
-    scene.upstream.will_sample(&[1, 2], &[8]);
-    assert_eq!(scene.call("r", json!({"messages": [1]})).await.status, 200);
+    let answer = scene.call("r", json!({"messages": [1]})).await;
+    assert_eq!(answer.text, completion(&[1, 2], &[7]).to_string());
+    let events = scene.events("r").await;
+    assert_eq!(answer.header("x-agl-call-id"), events[0]["data"]["call_id"].as_str());
+    assert_eq!((events.len(), scene.upstream.asked().len()), (2, 2), "nothing was sampled again");
     let counts = counts(&scene).await;
-    assert_eq!((&counts["superseded"], &counts["undelivered"], &counts["live"]), (&json!(1), &json!(0), &json!(2)));
+    assert_eq!((&counts["superseded"], &counts["undelivered"], &counts["live"]), (&json!(0), &json!(0), &json!(2)));
     let rows = scene.sequences("r").await["sequences"].clone();
-    assert_eq!((&rows[0]["token_ids"], &rows[1]["token_ids"]), (&json!([1, 2, 9]), &json!([1, 2, 8])));
+    assert_eq!((&rows[0]["token_ids"], &rows[1]["token_ids"]), (&json!([1, 2, 7]), &json!([1, 2, 9])));
+    scene.upstream.will_sample(&[1, 2], &[8]);
+    scene.call("r", json!({"messages": [1]})).await;
+    assert_eq!(scene.events("r").await.len(), 3, "now it has arrived: asked once more, it is another draw");
+}
+
+#[tokio::test]
+async fn a_call_that_says_it_is_a_retry_gets_the_newest_answer_even_if_it_seemed_to_arrive() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    scene.upstream.will_sample(&[1, 2], &[7]);
+    scene.upstream.will_sample(&[1, 2], &[8]);
+    for _ in 0..2 {
+        scene.call("r", json!({})).await;
+    }
+    let retried = retry(&scene, "{}").await;
+    assert_eq!(retried, completion(&[1, 2], &[8]).to_string());
+    assert_eq!(scene.upstream.asked().len(), 2);
+    assert_eq!(counts(&scene).await["live"], 2);
+}
+
+#[tokio::test]
+async fn a_retry_joins_the_call_under_way_and_equal_calls_beside_each_other_stay_apart() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    scene.upstream.will(Reply::json(200, &completion(&[1, 2], &[7])).waiting());
+    scene.upstream.will(Reply::json(200, &completion(&[1, 2], &[8])).waiting());
+    let ask = || async { scene.call("r", json!({})).await.text };
+    let joins = async {
+        scene.upstream.was_asked(2).await;
+        let release = async {
+            tokio::time::sleep(Duration::from_millis(250)).await;
+            scene.upstream.release();
+        };
+        tokio::join!(retry(&scene, "{}"), release).0
+    };
+    let (_, _, joined) = tokio::join!(ask(), ask(), joins);
+    let either = [&[7_u32][..], &[8]].map(|sampled| completion(&[1, 2], sampled).to_string());
+    assert!(either.contains(&joined), "{joined}");
+    assert_eq!(scene.upstream.asked().len(), 2);
+    assert_eq!(counts(&scene).await["live"], 2);
+}
+
+/// Asks as an SDK does that did not hear of its first try.
+async fn retry(scene: &Scene, body: &'static str) -> String {
+    let request = scene.http.post(format!("{}{}", scene.url, chat_path("r", "train"))).bearer_auth(KEY);
+    let answer = request.header("x-stainless-retry-count", "1").body(body).send().await.unwrap();
+    answer.text().await.unwrap()
 }
 
 #[tokio::test]
@@ -93,19 +143,24 @@ async fn after_the_grace_the_upstream_call_is_given_up_and_recorded() {
 }
 
 #[tokio::test]
-async fn a_harness_that_asks_again_while_its_first_call_runs_has_one_live_answer() {
+async fn a_harness_that_hangs_up_and_asks_again_takes_its_seat_in_the_call_that_runs() {
     let mut config = quick();
     config.hangup_grace_seconds = 20.0;
     let scene = Scene::with(config).await;
     scene.enqueue("r").await;
     scene.upstream.will(Reply::json(200, &completion(&[1, 2], &[7])).waiting());
-    scene.upstream.will_sample(&[1, 2], &[8]);
-    hang_up(&scene, "{}", 0).await;
-    assert_eq!(scene.call("r", json!({})).await.status, 200);
-    scene.upstream.release();
-    until("both are recorded", async || scene.events("r").await.len() == 2).await;
+    hang_up(&scene, r#"{"stream":true}"#, 0).await;
+    let release = async {
+        tokio::time::sleep(Duration::from_millis(250)).await;
+        scene.upstream.release();
+    };
+    let (answer, ()) = tokio::join!(scene.call("r", json!({"stream": true})), release);
+    assert!(answer.text.contains(r#""content":"hi""#), "{}", answer.text);
+    let events = scene.events("r").await;
+    assert_eq!((events.len(), scene.upstream.asked().len()), (1, 1));
+    assert_eq!(events[0]["data"]["delivered"], true);
     let counts = counts(&scene).await;
-    assert_eq!((&counts["live"], &counts["undelivered"]), (&json!(1), &json!(1)));
+    assert_eq!((&counts["live"], &counts["undelivered"]), (&json!(1), &json!(0)));
 }
 
 #[tokio::test]
@@ -122,7 +177,8 @@ async fn what_was_undelivered_is_so_after_a_restart_too() {
     scene.restart().await;
     assert_eq!(counts(&scene).await["undelivered"], 1);
     scene.call("r", json!({"messages": [1]})).await;
+    assert_eq!(scene.upstream.asked().len(), 2, "it gets the answer of before the restart");
     scene.call("r", json!({"messages": [0]})).await;
     let counts = counts(&scene).await;
-    assert_eq!((&counts["superseded"], &counts["undelivered"], &counts["live"]), (&json!(1), &json!(0), &json!(3)));
+    assert_eq!((&counts["superseded"], &counts["undelivered"], &counts["live"]), (&json!(0), &json!(0), &json!(3)));
 }

@@ -3,6 +3,7 @@
 
 mod attempts;
 mod delivery;
+mod dialects;
 mod events;
 mod models;
 mod pause;

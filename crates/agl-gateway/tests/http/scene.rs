@@ -220,6 +220,7 @@ pub struct Reply {
     pub body: String,
     /// Answer only once the test says so.
     pub waits: bool,
+    pub delay: Duration,
 }
 
 impl Reply {
@@ -229,6 +230,7 @@ impl Reply {
             headers: vec![("content-type", "application/json".to_owned())],
             body: body.to_string(),
             waits: false,
+            delay: Duration::ZERO,
         }
     }
 
@@ -290,6 +292,7 @@ async fn answer(State(shared): State<Arc<Shared>>, Path(path): Path<String>, bod
     shared.asked.lock().unwrap().push((path, serde_json::from_str(&body).unwrap_or(Value::String(body))));
     let reply = shared.script.lock().unwrap().pop_front();
     let reply = reply.unwrap_or_else(|| Reply::json(200, &completion(&[1, 2], &[7])));
+    tokio::time::sleep(reply.delay).await;
     if reply.waits {
         let mut released = shared.released.subscribe();
         released.wait_for(|released| *released).await.unwrap();

@@ -1,0 +1,447 @@
+//! OpenAI's Responses (`POST /v1/responses`), without the state that OpenAI's own servers keep: every request carries its
+//! whole input.
+
+use serde_json::{Map, Value, json};
+
+use super::answer::{ChatAnswer, Finish, ToolCall};
+use super::fields::{Fields, LeftOut, Unreadable};
+use super::{Detail, Dialect, Translated, Voice, sse};
+
+/// What the answer repeats of the request.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Echo {
+    /// As the request had them.
+    repeated: Map<String, Value>,
+    /// Tools that take free text: functions of one text for the model.
+    free_text: Vec<String>,
+}
+
+/// The argument that holds what a free-text tool is to be given.
+const FREE_TEXT: &str = "input";
+
+const REPEATED: [&str; 10] = [
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "reasoning",
+    "temperature",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_p",
+];
+
+/// The request as chat completions.
+pub(crate) fn request(body: Value) -> Result<Translated, Unreadable> {
+    let mut left_out = LeftOut::new();
+    let repeated = REPEATED.iter().filter_map(|&key| Some((key.to_owned(), body.get(key)?.clone()))).collect();
+    let mut fields = Fields::of(body, "")?;
+    for stateful in ["previous_response_id", "conversation"] {
+        if fields.take(stateful).is_some() {
+            return Err(Unreadable(format!(
+                "{stateful} asks for a conversation kept by the server: send the whole input instead (`store: false` in most SDKs)"
+            )));
+        }
+    }
+    if fields.is_true("background") {
+        return Err(Unreadable("background: responses are not kept, so that one cannot be fetched later".to_owned()));
+    }
+    let mut chat = Map::new();
+    let model = fields.text("model")?;
+    if let Some(model) = &model {
+        chat.insert("model".to_owned(), model.clone().into());
+    }
+    let mut conversation = Conversation::default();
+    if let Some(instructions) = fields.text("instructions")? {
+        conversation.messages.push(json!({"role": "system", "content": instructions}));
+    }
+    match fields.take("input") {
+        Some(Value::String(text)) => conversation.messages.push(json!({"role": "user", "content": text})),
+        Some(Value::Array(items)) => {
+            for item in items {
+                conversation.add(item, &mut left_out)?;
+            }
+        }
+        _ => return Err(Unreadable("input must be a text or a list of items".to_owned())),
+    }
+    chat.insert("messages".to_owned(), conversation.messages.into());
+    let mut echo = Echo { repeated, free_text: Vec::new() };
+    let mut tools = Vec::new();
+    for tool in fields.list("tools")?.into_iter().flatten() {
+        tools.extend(tool_definition(tool, &mut echo, &mut left_out)?);
+    }
+    if !tools.is_empty() {
+        chat.insert("tools".to_owned(), tools.into());
+        // Without tools there is nothing to choose among, and servers refuse the field.
+        if let Some(choice) = fields.take("tool_choice").and_then(tool_choice) {
+            chat.insert("tool_choice".to_owned(), choice);
+        }
+        fields.carry("parallel_tool_calls", &mut chat, "parallel_tool_calls");
+    }
+    for key in ["tool_choice", "parallel_tool_calls"] {
+        fields.take(key);
+    }
+    for (key, chat_key) in [("max_output_tokens", "max_tokens"), ("temperature", "temperature"), ("top_p", "top_p")] {
+        fields.carry(key, &mut chat, chat_key);
+    }
+    if let Some(text) = fields.take("text") {
+        let mut text = Fields::of(text, "text")?;
+        if let Some(format) = text.take("format").and_then(response_format) {
+            chat.insert("response_format".to_owned(), format);
+        }
+        text.finish(&mut left_out);
+    }
+    if let Some(reasoning) = fields.take("reasoning") {
+        let mut reasoning = Fields::of(reasoning, "reasoning")?;
+        reasoning.carry("effort", &mut chat, "reasoning_effort");
+        reasoning.finish(&mut left_out);
+    }
+    let stream = fields.is_true("stream");
+    // Nothing is stored on either side of this answer: `store` changes nothing.
+    fields.take("store");
+    fields.finish(&mut left_out);
+    let voice = Voice { dialect: Dialect::Responses, stream, model, detail: Detail::Responses(Box::new(echo)) };
+    Ok(Translated { chat, left_out, voice })
+}
+
+/// Items one after the other become messages; what the assistant thought, said and called in one turn becomes one.
+#[derive(Default)]
+struct Conversation {
+    messages: Vec<Value>,
+    /// The last message is an assistant's that may still grow.
+    is_open: bool,
+}
+
+impl Conversation {
+    fn add(&mut self, item: Value, left_out: &mut LeftOut) -> Result<(), Unreadable> {
+        let mut fields = Fields::of(item, "input[]")?;
+        let kind = fields.text("type")?.unwrap_or_else(|| "message".to_owned());
+        // The items' own ids and states name nothing that a model reads.
+        for key in ["id", "status", "phase"] {
+            fields.take(key);
+        }
+        match kind.as_str() {
+            "message" => self.add_message(&mut fields, left_out)?,
+            "reasoning" => {
+                let thought = reasoning_text(&mut fields, left_out)?;
+                if !thought.is_empty() {
+                    let before = self.assistant()["reasoning_content"].as_str().unwrap_or_default().to_owned();
+                    self.assistant()["reasoning_content"] = (before + &thought).into();
+                }
+            }
+            "function_call" => {
+                let arguments = fields.text("arguments")?.unwrap_or_default();
+                self.add_call(&mut fields, arguments)?;
+            }
+            "custom_tool_call" => {
+                let arguments = json!({FREE_TEXT: fields.text("input")?.unwrap_or_default()}).to_string();
+                self.add_call(&mut fields, arguments)?;
+            }
+            "function_call_output" | "custom_tool_call_output" => {
+                let id = fields.needed_text("call_id")?;
+                let output = fields.take("output").unwrap_or_default();
+                let (text, images) = parts(output, "input[].output", left_out)?;
+                self.is_open = false;
+                self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": text}));
+                if !images.is_empty() {
+                    self.messages.push(json!({"role": "user", "content": images}));
+                }
+            }
+            "item_reference" => {
+                return Err(Unreadable("input[].item_reference: items are not kept; send the item itself".to_owned()));
+            }
+            other => {
+                left_out.insert(format!("input[].{other}"));
+                return Ok(());
+            }
+        }
+        fields.finish(left_out);
+        Ok(())
+    }
+
+    fn add_message(&mut self, fields: &mut Fields, left_out: &mut LeftOut) -> Result<(), Unreadable> {
+        let role = fields.needed_text("role")?;
+        let content = fields.take("content").unwrap_or_default();
+        let (text, images) = parts(content, "input[].content", left_out)?;
+        if role == "assistant" {
+            let before = self.assistant()["content"].as_str().unwrap_or_default().to_owned();
+            self.assistant()["content"] = (before + &text).into();
+            return Ok(());
+        }
+        self.is_open = false;
+        // Chat templates know no developer.
+        let role = if role == "developer" { "system".to_owned() } else { role };
+        let content = if images.is_empty() {
+            json!(text)
+        } else {
+            let said = (!text.is_empty()).then(|| json!({"type": "text", "text": text}));
+            said.into_iter().chain(images).collect()
+        };
+        self.messages.push(json!({"role": role, "content": content}));
+        Ok(())
+    }
+
+    fn add_call(&mut self, fields: &mut Fields, arguments: String) -> Result<(), Unreadable> {
+        let call = json!({"id": fields.needed_text("call_id")?, "type": "function",
+            "function": {"name": fields.needed_text("name")?, "arguments": arguments}});
+        match self.assistant()["tool_calls"].as_array_mut() {
+            Some(calls) => calls.push(call),
+            None => self.assistant()["tool_calls"] = json!([call]),
+        }
+        Ok(())
+    }
+
+    /// The assistant's message that grows, begun if there is none.
+    fn assistant(&mut self) -> &mut Value {
+        if !self.is_open || self.messages.is_empty() {
+            self.messages.push(json!({"role": "assistant", "content": null}));
+            self.is_open = true;
+        }
+        let last = self.messages.len() - 1;
+        &mut self.messages[last]
+    }
+}
+
+/// The texts of a content, and its images as parts of a chat message.
+fn parts(content: Value, path: &str, left_out: &mut LeftOut) -> Result<(String, Vec<Value>), Unreadable> {
+    let list = match content {
+        Value::String(text) => return Ok((text, Vec::new())),
+        Value::Null => return Ok(Default::default()),
+        Value::Array(list) => list,
+        other => return Ok((other.to_string(), Vec::new())),
+    };
+    let (mut text, mut images) = (String::new(), Vec::new());
+    for part in list {
+        let mut part = Fields::of(part, &format!("{path}[]"))?;
+        match part.needed_text("type")?.as_str() {
+            "input_text" | "output_text" | "text" => {
+                text += &part.needed_text("text")?;
+                for empty in ["annotations", "logprobs"] {
+                    part.take(empty);
+                }
+            }
+            "refusal" => text += &part.needed_text("refusal")?,
+            "input_image" => match part.text("image_url")? {
+                Some(url) => images.push(json!({"type": "image_url", "image_url": {"url": url}})),
+                None => {
+                    left_out.insert(part.path("input_image"));
+                }
+            },
+            other => {
+                left_out.insert(format!("{path}[].{other}"));
+                continue;
+            }
+        }
+        part.finish(left_out);
+    }
+    Ok((text, images))
+}
+
+/// The thought itself, where the answer was ours; a summary otherwise.
+fn reasoning_text(fields: &mut Fields, left_out: &mut LeftOut) -> Result<String, Unreadable> {
+    let mut texts = |list: Option<Value>, path: &str| -> Result<String, Unreadable> {
+        let mut text = String::new();
+        for part in list.and_then(|list| list.as_array().cloned()).into_iter().flatten() {
+            let mut part = Fields::of(part, path)?;
+            part.take("type");
+            text += &part.text("text")?.unwrap_or_default();
+            part.finish(left_out);
+        }
+        Ok(text)
+    };
+    let (summary, content) = (fields.take("summary"), fields.take("content"));
+    let content = texts(content, "input[].content[]")?;
+    let summary = texts(summary, "input[].summary[]")?;
+    Ok(if content.is_empty() { summary } else { content })
+}
+
+fn tool_definition(tool: Value, echo: &mut Echo, left_out: &mut LeftOut) -> Result<Option<Value>, Unreadable> {
+    let mut fields = Fields::of(tool, "tools[]")?;
+    let kind = fields.needed_text("type")?;
+    let mut function = Map::new();
+    match kind.as_str() {
+        "function" => {
+            function.insert("name".to_owned(), fields.needed_text("name")?.into());
+            for key in ["description", "parameters", "strict"] {
+                fields.carry(key, &mut function, key);
+            }
+        }
+        "custom" => {
+            let name = fields.needed_text("name")?;
+            echo.free_text.push(name.clone());
+            function.insert("name".to_owned(), name.into());
+            fields.carry("description", &mut function, "description");
+            let schema =
+                json!({"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]});
+            function.insert("parameters".to_owned(), schema);
+        }
+        other => {
+            left_out.insert(format!("tools[].{other}"));
+            return Ok(None);
+        }
+    }
+    fields.finish(left_out);
+    Ok(Some(json!({"type": "function", "function": function})))
+}
+
+fn tool_choice(choice: Value) -> Option<Value> {
+    match choice.get("name") {
+        Some(name) => Some(json!({"type": "function", "function": {"name": name}})),
+        None => choice.is_string().then_some(choice),
+    }
+}
+
+/// `text.format` names the schema beside its type; chat completions put it one level down.
+fn response_format(format: Value) -> Option<Value> {
+    let Value::Object(mut fields) = format else { return None };
+    match fields.shift_remove("type")?.as_str()? {
+        "json_schema" => Some(json!({"type": "json_schema", "json_schema": fields})),
+        "json_object" => Some(json!({"type": "json_object"})),
+        _ => None,
+    }
+}
+
+/// The answer as a response object.
+pub(crate) fn answer(answer: &ChatAnswer, echo: &Echo, call_id: &str) -> Value {
+    let mut output = Vec::new();
+    if let Some(thought) = &answer.reasoning {
+        output.push(json!({"id": format!("rs_{call_id}"), "type": "reasoning", "summary": [],
+            "content": [{"type": "reasoning_text", "text": thought}], "status": "completed"}));
+    }
+    let is_whole = answer.finish != Finish::Length;
+    let status = if is_whole { "completed" } else { "incomplete" };
+    // An answer of nothing at all is still a message.
+    if answer.text.is_some() || answer.tool_calls.is_empty() {
+        let text = answer.text.as_deref().unwrap_or_default();
+        output.push(json!({"id": format!("msg_{call_id}"), "type": "message", "status": status, "role": "assistant",
+            "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}));
+    }
+    output.extend(answer.tool_calls.iter().enumerate().map(|(index, call)| tool_call(call, index, echo, call_id)));
+    let usage = answer.usage;
+    let mut response = json!({
+        "id": format!("resp_{call_id}"), "object": "response", "created_at": answer.created, "status": status,
+        "error": null, "incomplete_details": (!is_whole).then(|| json!({"reason": "max_output_tokens"})),
+        "instructions": null, "max_output_tokens": null, "metadata": {}, "model": answer.model, "output": output,
+        "parallel_tool_calls": true, "previous_response_id": null, "reasoning": {"effort": null, "summary": null},
+        "store": false, "temperature": null, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
+        "top_p": null, "truncation": "disabled",
+        "usage": {
+            "input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached},
+            "output_tokens": usage.completion, "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+            "total_tokens": usage.prompt + usage.completion,
+        },
+    });
+    for (key, value) in &echo.repeated {
+        if !value.is_null() {
+            response[key.as_str()] = value.clone();
+        }
+    }
+    response
+}
+
+fn tool_call(call: &ToolCall, index: usize, echo: &Echo, call_id: &str) -> Value {
+    let object = call.object();
+    match object.get(FREE_TEXT).and_then(Value::as_str) {
+        Some(text) if echo.free_text.contains(&call.name) => json!({"id": format!("ctc_{call_id}_{index}"),
+            "type": "custom_tool_call", "status": "completed", "call_id": call.id, "name": call.name, "input": text}),
+        _ => json!({"id": format!("fc_{call_id}_{index}"), "type": "function_call", "status": "completed",
+            "arguments": call.arguments, "call_id": call.id, "name": call.name}),
+    }
+}
+
+/// The response as a stream of events.
+pub(crate) fn stream(response: &Value) -> String {
+    let mut events = Events::default();
+    let mut begun = response.clone();
+    begun["status"] = "in_progress".into();
+    begun["output"] = json!([]);
+    begun["usage"] = Value::Null;
+    begun["incomplete_details"] = Value::Null;
+    events.push("response.created", json!({"response": begun}));
+    events.push("response.in_progress", json!({"response": begun}));
+    for (index, item) in response["output"].as_array().into_iter().flatten().enumerate() {
+        events.item(index, item);
+    }
+    let end = if response["status"] == "incomplete" { "response.incomplete" } else { "response.completed" };
+    events.push(end, json!({"response": response}));
+    events.text
+}
+
+#[derive(Default)]
+struct Events {
+    text: String,
+    count: u64,
+}
+
+impl Events {
+    /// Writes an event: its type, its number, and the fields.
+    fn push(&mut self, name: &str, fields: Value) {
+        let mut event =
+            Map::from_iter([("type".to_owned(), name.into()), ("sequence_number".to_owned(), self.count.into())]);
+        if let Value::Object(fields) = fields {
+            event.extend(fields);
+        }
+        self.text += &sse::event(name, &Value::Object(event));
+        self.count += 1;
+    }
+
+    fn item(&mut self, index: usize, item: &Value) {
+        let mut begun = item.clone();
+        begun["status"] = "in_progress".into();
+        for (key, empty) in [("content", json!([])), ("arguments", json!("")), ("input", json!(""))] {
+            if begun.get(key).is_some() {
+                begun[key] = empty;
+            }
+        }
+        self.push("response.output_item.added", json!({"output_index": index, "item": begun}));
+        let id = &item["id"];
+        match item["type"].as_str() {
+            Some("message") => self.parts(index, item, "output_text"),
+            Some("reasoning") => self.parts(index, item, "reasoning_text"),
+            Some(kind @ ("function_call" | "custom_tool_call")) => {
+                let (name, key) = if kind == "function_call" {
+                    ("response.function_call_arguments", "arguments")
+                } else {
+                    ("response.custom_tool_call_input", "input")
+                };
+                let place = json!({"item_id": id, "output_index": index});
+                self.push(&format!("{name}.delta"), with(&place, "delta", &item[key]));
+                let mut done = with(&place, key, &item[key]);
+                if kind == "function_call" {
+                    done["name"] = item["name"].clone();
+                }
+                self.push(&format!("{name}.done"), done);
+            }
+            _ => {}
+        }
+        self.push("response.output_item.done", json!({"output_index": index, "item": item}));
+    }
+
+    /// The text parts of an item, each whole in one delta.
+    fn parts(&mut self, index: usize, item: &Value, kind: &str) {
+        for (part_index, part) in item["content"].as_array().into_iter().flatten().enumerate() {
+            let place = json!({"item_id": item["id"], "output_index": index, "content_index": part_index});
+            let text = &part["text"];
+            let extra = if kind == "output_text" { json!([]) } else { Value::Null };
+            let mut empty = part.clone();
+            empty["text"] = "".into();
+            self.push("response.content_part.added", with(&place, "part", &empty));
+            let mut delta = with(&place, "delta", text);
+            let mut done = with(&place, "text", text);
+            if !extra.is_null() {
+                delta["logprobs"] = extra.clone();
+                done["logprobs"] = extra;
+            }
+            self.push(&format!("response.{kind}.delta"), delta);
+            self.push(&format!("response.{kind}.done"), done);
+            self.push("response.content_part.done", with(&place, "part", part));
+        }
+    }
+}
+
+fn with(place: &Value, key: &str, value: &Value) -> Value {
+    let mut fields = place.clone();
+    fields[key] = value.clone();
+    fields
+}

@@ -1,0 +1,201 @@
+//! A call under way, from the gate to the recorded answer.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::http::StatusCode;
+use bytes::Bytes;
+
+use super::LARGE_BODY_BYTES;
+use super::answer::{self, Answer};
+use super::entry::{Caller, Prepared};
+use super::event::{Described, event_data, seed};
+use super::flights::Seat;
+use super::recorder::{AttemptKey, CallResult, Finished, RecordError, Recorded};
+use super::reply::Reply;
+use super::upstream::{Ask, End, Progress};
+use crate::app::App;
+use crate::clock;
+use crate::config::duration;
+use crate::dialect::Voice;
+use crate::dialect::fields::LeftOut;
+use crate::error::ApiError;
+
+/// The status recorded for a call whose harness hung up and did not come back in time.
+const CLIENT_CLOSED_REQUEST: u16 = 499;
+
+/// A call that has been read and checked.
+pub(crate) struct Call {
+    pub(crate) app: Arc<App>,
+    pub(crate) call_id: String,
+    pub(crate) voice: Voice,
+    pub(crate) key: AttemptKey,
+    agent: Option<String>,
+    ask: Ask,
+    left_out: LeftOut,
+    pub(crate) digest: [u8; 32],
+}
+
+impl Call {
+    pub(crate) async fn new(
+        app: &Arc<App>,
+        caller: Caller,
+        prepared: Prepared,
+        digest: [u8; 32],
+    ) -> Result<Self, ApiError> {
+        let Caller { key, mode, rollout, agent, .. } = caller;
+        let Prepared { mut body, path, voice, left_out } = prepared;
+        let config = &app.config.default_proxy;
+        body.prepare(&config.model_name, mode, path, config);
+        let model = body.text("model").unwrap_or_else(|| config.model_name.clone());
+        let number = app.recorder.begin_call(&key).await?;
+        let seed = (!body.has("seed")).then(|| seed(&rollout, number));
+        let ask = Ask { rollout_id: key.rollout_id.clone(), model, path, body, seed };
+        let call_id = format!("call-{}", uuid::Uuid::now_v7().simple());
+        Ok(Self { app: Arc::clone(app), call_id, voice, key, agent, ask, left_out, digest })
+    }
+
+    /// Calls and records, and answers whoever waits then.
+    pub(crate) async fn fly(self, mut seat: Seat) {
+        let (recorder, key, digest) = (Arc::clone(&self.app.recorder), self.key.clone(), self.digest);
+        let landed = self.run(&mut seat).await;
+        let waiting = seat.land();
+        let outcome = match (landed, &waiting) {
+            (Ok((reply, recorded)), Some(_)) => Ok(reply.handed_over(recorder.hand_over(&key, digest, recorded).await)),
+            (Ok((_, recorded)), None) => {
+                recorder.leave_behind(&key, digest, recorded).await;
+                return;
+            }
+            (Err(error), _) => Err(error),
+        };
+        if let Some(waiting) = waiting {
+            // Nobody takes it where the harness has hung up just now: dropping it says so to the recorder.
+            let _hung_up = waiting.send(outcome);
+        }
+    }
+
+    /// Calls, records, and gives what is to be answered.
+    async fn run(self, seat: &mut Seat) -> Result<(Reply, Recorded), ApiError> {
+        let Self { app, call_id, voice, key, agent, ask, left_out, digest } = self;
+        let model = ask.model.clone();
+        let unsent = ask.body.to_bytes();
+        let mut progress = Progress::default();
+        let sent_any = AtomicBool::new(false);
+        let started = Instant::now();
+        let end = {
+            let call = app.upstream.call(ask, &mut progress, &sent_any);
+            // A call that was still held has cost nothing yet.
+            let grace = || match sent_any.load(Ordering::SeqCst) {
+                true => duration(app.config.hangup_grace_seconds),
+                false => Duration::ZERO,
+            };
+            tokio::select! {
+                end = call => Some(end),
+                () = seat.is_abandoned(grace) => None,
+            }
+        };
+        let abandoned = end.is_none();
+        if abandoned && progress.sent.is_none() {
+            tracing::info!(
+                rollout = key.rollout_id,
+                attempt = key.attempt_id,
+                "the harness hung up before its call was sent"
+            );
+            return Err(abandoned_error());
+        }
+        let end = end.unwrap_or_else(|| End::Failed(abandoned_error()));
+        let client_present = !abandoned && seat.is_taken();
+        if !client_present {
+            tracing::info!(
+                rollout = key.rollout_id,
+                attempt = key.attempt_id,
+                call_id,
+                abandoned,
+                "the harness hung up"
+            );
+        }
+        let version = progress.server.as_ref().map_or(0, |server| server.version);
+        let (http_status, response, mut answer) = match &end {
+            End::Answered(answer) => {
+                (answer.status.as_u16(), answer.body.clone(), read_answer(&answer.body, version).await)
+            }
+            End::Failed(_) if abandoned => (CLIENT_CLOSED_REQUEST, Bytes::new(), Answer::default()),
+            End::Failed(error) => (error.status.as_u16(), error.body.to_string().into(), Answer::default()),
+        };
+        let ok = http_status < 400;
+        if ok {
+            complain(&answer, &progress, &key, &call_id);
+            app.verbatim.remember(&key, std::mem::take(&mut answer.tool_calls));
+        }
+        let policy = &app.config.default_proxy.model_name;
+        let trainable = progress.server.as_ref().and_then(|server| server.trainable).unwrap_or(model == *policy);
+        let described = Described {
+            model: &model,
+            dialect: voice.dialect,
+            stream: voice.stream,
+            agent: agent.as_deref(),
+            left_out: &left_out,
+            latency_ms: started.elapsed().as_secs_f64() * 1000.0,
+            http_status,
+        };
+        let finished = Finished {
+            data: event_data(&described, &progress, &answer),
+            call_id: call_id.clone(),
+            timestamp: clock::now(),
+            request: progress.sent.unwrap_or(unsent),
+            response,
+            result: if ok { CallResult::Answered(answer.choices) } else { CallResult::Failed },
+            digest,
+            http_status,
+            trainable,
+            client_present,
+            key,
+        };
+        let recorded = app.recorder.record(finished).await?;
+        match end {
+            End::Failed(error) => Err(error),
+            End::Answered(answer) => Ok((Reply::tell(answer, voice, &call_id).await?, recorded)),
+        }
+    }
+}
+
+fn abandoned_error() -> ApiError {
+    let status = StatusCode::from_u16(CLIENT_CLOSED_REQUEST).unwrap_or(StatusCode::BAD_REQUEST);
+    ApiError::new(status, "The client closed the connection")
+}
+
+/// Says what keeps an answer from being trained on.
+fn complain(answer: &Answer, progress: &Progress, key: &AttemptKey, call_id: &str) {
+    if answer.complaints.is_empty() {
+        return;
+    }
+    let endpoint = progress.server.as_ref().map_or("", |server| server.endpoint.as_str());
+    tracing::warn!(
+        server = endpoint,
+        rollout = key.rollout_id,
+        call_id,
+        complaints = answer.complaints.join("; "),
+        "this answer cannot be trained on as it is; the server must honour `return_token_ids` and `logprobs` (vLLM 0.10.2 or later does)"
+    );
+}
+
+async fn read_answer(body: &Bytes, version: u64) -> Answer {
+    if body.len() <= LARGE_BODY_BYTES {
+        return answer::read(body, version);
+    }
+    let body = body.clone();
+    tokio::task::spawn_blocking(move || answer::read(&body, version)).await.unwrap_or_default()
+}
+
+impl From<RecordError> for ApiError {
+    fn from(error: RecordError) -> Self {
+        match error {
+            RecordError::Store(error) => error.into(),
+            other => {
+                tracing::error!(error = %other, "a call cannot be recorded");
+                Self::new(StatusCode::INTERNAL_SERVER_ERROR, other.to_string())
+            }
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! The answer on its last steps: told in the harness's dialect, and given to the connection or left behind by a harness that
+//! hung up.
+//!
+//! A stream that has to wait begins with its headers and is kept alive by comments; its answer, or its error, comes as events
+//! then. Until that moment it is answered like any other call, so that errors keep their status and clients their retries.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use agl_core::event::MODEL_REQUEST;
+use agl_store::StoredEvent;
+use axum::body::Body;
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
+use serde_json::{Value, json};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, Sleep};
+
+use super::LARGE_BODY_BYTES;
+use super::answer;
+use super::call::Call;
+use super::entry::{Caller, Prepared};
+use super::flights::{Waiter, wait};
+use super::recorder::{AttemptKey, Handover, RecordError, Recorded};
+use super::upstream::UpstreamAnswer;
+use crate::app::App;
+use crate::config::duration;
+use crate::dialect::{Detail, Dialect, Voice, sse};
+use crate::error::ApiError;
+
+/// What the harness gets.
+pub(crate) struct Reply {
+    status: StatusCode,
+    content_type: Option<HeaderValue>,
+    retry_after: Option<HeaderValue>,
+    body: Bytes,
+    handover: Option<Handover>,
+}
+
+impl Reply {
+    /// The server's answer in the words of the harness.
+    pub(crate) async fn tell(answer: UpstreamAnswer, voice: Voice, call_id: &str) -> Result<Self, ApiError> {
+        let UpstreamAnswer { status, content_type, retry_after, body } = answer;
+        let is_error = status.is_client_error() || status.is_server_error();
+        let is_openai = matches!(voice.dialect, Dialect::Chat | Dialect::Completions);
+        if voice.passes_whole() || (is_error && is_openai) {
+            return Ok(Self { status, content_type, retry_after, body, handover: None });
+        }
+        if is_error {
+            let said: Value = serde_json::from_slice(&body)
+                .unwrap_or_else(|_| json!({"message": String::from_utf8_lossy(&body).into_owned()}));
+            let error = voice.dialect.error(ApiError::with_body(status, said));
+            let body = error.body.to_string().into();
+            return Ok(Self { status, content_type: Some(JSON), retry_after, body, handover: None });
+        }
+        let call_id = call_id.to_owned();
+        let is_large = body.len() > LARGE_BODY_BYTES;
+        let tell = move || voice.tell(&body, &call_id);
+        let told = if is_large { tokio::task::spawn_blocking(tell).await.ok().flatten() } else { tell() };
+        let told = told.ok_or_else(|| ApiError::new(StatusCode::BAD_GATEWAY, NO_COMPLETION))?;
+        let content_type = Some(HeaderValue::from_static(told.content_type));
+        Ok(Self { status, content_type, retry_after, body: told.body, handover: None })
+    }
+
+    /// The same, reporting its delivery.
+    pub(crate) fn handed_over(self, handover: Option<Handover>) -> Self {
+        Self { handover, ..self }
+    }
+}
+
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+const NO_COMPLETION: &str = "The model server's answer is no completion with at least one choice";
+
+/// Answers a call: from one that runs already, from what is recorded, or by a call of its own.
+pub(crate) async fn give(
+    app: &Arc<App>,
+    caller: Caller,
+    prepared: Prepared,
+    digest: [u8; 32],
+) -> Result<Response, ApiError> {
+    let (key, voice, is_retry) = (caller.key.clone(), prepared.voice.clone(), caller.is_retry);
+    let (taker, waiter) = wait();
+    let call_id = match app.flights.join(&key, digest, is_retry, taker) {
+        Ok(call_id) => call_id,
+        Err(taker) => {
+            if let Some(recorded) = app.recorder.recorded(&key, &digest, is_retry).await?
+                && let Some(response) = replay(app, &key, digest, recorded, &voice).await?
+            {
+                return Ok(response);
+            }
+            let call = Call::new(app, caller, prepared, digest).await?;
+            let call_id = call.call_id.clone();
+            let seat = app.flights.board(&key, digest, &call_id, taker);
+            let running = Arc::clone(&app.calls).acquire_owned().await;
+            tokio::spawn(async move {
+                call.fly(seat).await;
+                drop(running);
+            });
+            call_id
+        }
+    };
+    let Waiter { mut answered, present } = waiter;
+    let every = duration(app.config.stream_keep_alive_seconds);
+    let response = if voice.stream {
+        match tokio::time::timeout(every, &mut answered).await {
+            Ok(outcome) => whole(outcome.unwrap_or_else(lost), voice.dialect),
+            Err(_) => begun(Waiting { voice, answered, _present: present, every }),
+        }
+    } else {
+        let outcome = answered.await.unwrap_or_else(lost);
+        drop::<oneshot::Sender<()>>(present);
+        whole(outcome, voice.dialect)
+    };
+    Ok(named(response, &call_id))
+}
+
+/// A recorded answer once more; `None` where the store has it no longer.
+async fn replay(
+    app: &App,
+    key: &AttemptKey,
+    digest: [u8; 32],
+    recorded: Recorded,
+    voice: &Voice,
+) -> Result<Option<Response>, ApiError> {
+    let events = app.store.events(&key.rollout_id, &key.attempt_id, Some(MODEL_REQUEST)).await?;
+    let is_it = |event: &&StoredEvent| event.event.data.get("call_id").is_some_and(|id| *id == recorded.call_id);
+    let Some(response) = events.iter().find(is_it).and_then(|event| event.response.clone()) else { return Ok(None) };
+    let body = tokio::task::spawn_blocking(move || response.read()).await.map_err(|_| RecordError::Lost)??;
+    app.verbatim.remember(key, answer::read(&body, 0).tool_calls);
+    let answer =
+        UpstreamAnswer { status: StatusCode::OK, content_type: Some(JSON), retry_after: None, body: body.into() };
+    let call_id = recorded.call_id.clone();
+    tracing::info!(rollout = key.rollout_id, attempt = key.attempt_id, call_id, "a retry gets the recorded answer");
+    let reply = Reply::tell(answer, voice.clone(), &call_id).await?;
+    let reply = reply.handed_over(app.recorder.hand_over(key, digest, recorded).await);
+    Ok(Some(named(whole(Ok(reply), voice.dialect), &call_id)))
+}
+
+fn named(mut response: Response, call_id: &str) -> Response {
+    if let Ok(call_id) = HeaderValue::from_str(call_id) {
+        response.headers_mut().insert("x-agl-call-id", call_id);
+    }
+    response
+}
+
+fn lost(_: oneshot::error::RecvError) -> Result<Reply, ApiError> {
+    Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "The call was lost"))
+}
+
+fn whole(outcome: Result<Reply, ApiError>, dialect: Dialect) -> Response {
+    let reply = match outcome {
+        Ok(reply) => reply,
+        Err(error) => return dialect.error(error).into_response(),
+    };
+    let mut response = Response::new(Body::new(DeliveredBody::whole(reply.body, reply.handover)));
+    *response.status_mut() = reply.status;
+    let headers = response.headers_mut();
+    for (name, value) in [(header::CONTENT_TYPE, reply.content_type), (header::RETRY_AFTER, reply.retry_after)] {
+        if let Some(value) = value {
+            headers.insert(name, value);
+        }
+    }
+    mark_stream(headers);
+    response
+}
+
+/// The answer to a stream that has to wait for its events.
+fn begun(waiting: Waiting) -> Response {
+    let content_type =
+        if matches!(waiting.voice.detail, Detail::JsonList) { "application/json" } else { sse::CONTENT_TYPE };
+    let mut response = Response::new(Body::new(DeliveredBody::waiting(waiting)));
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+    mark_stream(response.headers_mut());
+    response
+}
+
+/// Proxies on the way are not to collect a stream.
+fn mark_stream(headers: &mut HeaderMap) {
+    if headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind == sse::CONTENT_TYPE) {
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    }
+}
+
+/// A stream whose answer is not there yet.
+struct Waiting {
+    voice: Voice,
+    answered: oneshot::Receiver<Result<Reply, ApiError>>,
+    _present: oneshot::Sender<()>,
+    every: Duration,
+}
+
+/// A response body that reports its delivery. «Delivered» means that the connection took the whole body for sending; when the
+/// harness hangs up before, the body is dropped unread.
+struct DeliveredBody {
+    waiting: Option<(Waiting, Pin<Box<Sleep>>)>,
+    bytes: Option<Bytes>,
+    handover: Option<Handover>,
+}
+
+impl DeliveredBody {
+    fn whole(bytes: Bytes, handover: Option<Handover>) -> Self {
+        Self { waiting: None, bytes: Some(bytes).filter(|bytes| !bytes.is_empty()), handover }
+    }
+
+    fn waiting(waiting: Waiting) -> Self {
+        let now = Box::pin(tokio::time::sleep(Duration::ZERO));
+        Self { waiting: Some((waiting, now)), bytes: None, handover: None }
+    }
+
+    fn settle(&mut self, voice: &Voice, outcome: Result<Reply, ApiError>) {
+        match outcome {
+            Ok(reply) if reply.status.is_success() => {
+                self.bytes = Some(reply.body);
+                self.handover = reply.handover;
+            }
+            Ok(reply) => {
+                let said = serde_json::from_slice(&reply.body).unwrap_or_default();
+                self.bytes = Some(voice.stream_error(&ApiError::with_body(reply.status, said)).into());
+            }
+            Err(error) => self.bytes = Some(voice.stream_error(&error).into()),
+        }
+    }
+}
+
+impl http_body::Body for DeliveredBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        if let Some((waiting, alarm)) = &mut self.waiting {
+            match Pin::new(&mut waiting.answered).poll(context) {
+                Poll::Ready(outcome) => {
+                    let outcome = outcome.unwrap_or_else(lost);
+                    if let Some((waiting, _)) = self.waiting.take() {
+                        self.settle(&waiting.voice, outcome);
+                    }
+                }
+                Poll::Pending => {
+                    std::task::ready!(alarm.as_mut().poll(context));
+                    alarm.as_mut().reset(Instant::now() + waiting.every);
+                    return Poll::Ready(Some(Ok(Frame::data(waiting.voice.keep_alive().into()))));
+                }
+            }
+        }
+        let bytes = self.bytes.take();
+        if let Some(handover) = self.handover.take() {
+            handover.delivered();
+        }
+        Poll::Ready(bytes.map(|bytes| Ok(Frame::data(bytes))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.waiting.is_none() && self.bytes.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self.waiting {
+            Some(_) => SizeHint::default(),
+            None => SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+        }
+    }
+}
