@@ -152,12 +152,18 @@ pub struct Model {
     /// Policy version that it serves.
     #[serde(default)]
     pub version: u64,
-    /// What server it is: `agl`, `vllm`, `openai`. Absent: the gateway's default.
+    /// What server it is: `agl`, `vllm`, `sglang`, `external` or `openai`. Absent: `openai`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
     /// Whether its tokens are the policy's. Absent: whether its name is the policy's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trainable: Option<bool>,
+    /// The model's name at the server, where it is another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub upstream_model: Option<String>,
+    /// The environment variable of the gateway that holds the server's key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_key_env: Option<String>,
 }
 
 /// Whether the proxy forwards calls.

@@ -48,8 +48,7 @@ impl App {
         let keys = Keys::new(config.key.clone(), secret);
         let gate = Gate::new(store.pause().await?, duration(config.hold.max_seconds), config.hold.max_requests);
         let servers = Arc::new(Servers::load(Arc::clone(&store)).await?);
-        let no_model_wait = duration(config.no_model_wait_seconds);
-        let upstream = Upstream::new(config.upstream, no_model_wait, Arc::clone(&gate), Arc::clone(&servers))?;
+        let upstream = Upstream::new(&config, Arc::clone(&gate), Arc::clone(&servers))?;
         let recorder = Recorder::start(Arc::clone(&store));
         Ok(Arc::new(Self {
             config,

@@ -20,6 +20,8 @@ pub struct GatewayConfig {
     pub agent_url: Option<String>,
     /// Which model the proxy serves, and what it sets in requests.
     pub default_proxy: DefaultProxyConfig,
+    /// Which models and agents go elsewhere; the first route that fits counts.
+    pub routes: Vec<RouteConfig>,
     /// How inference servers are called.
     pub upstream: UpstreamConfig,
     /// How long capture goes on after a harness has hung up.
@@ -47,6 +49,7 @@ impl Default for GatewayConfig {
             store: "sqlite:agl.db".to_owned(),
             agent_url: None,
             default_proxy: DefaultProxyConfig::default(),
+            routes: Vec::new(),
             upstream: UpstreamConfig::default(),
             hangup_grace_seconds: 30.0,
             stream_keep_alive_seconds: 10.0,
@@ -98,6 +101,23 @@ impl Default for DefaultProxyConfig {
             restore_arguments: true,
         }
     }
+}
+
+/// Calls that go to another model than the policy, or are not trained on. `*` in a pattern stands for anything.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RouteConfig {
+    /// The model's name as the harness asks for it; absent: any, also none.
+    #[serde(default)]
+    pub model: Option<String>,
+    /// The agent's name (`X-AGL-Agent`, or the URL's `/agent/NAME`); absent: any, also none.
+    #[serde(default)]
+    pub agent: Option<String>,
+    /// The registered model that answers.
+    pub to: String,
+    /// Whether the answers are trained on; absent: as the model is registered.
+    #[serde(default)]
+    pub trainable: Option<bool>,
 }
 
 /// How a mode samples.

@@ -157,12 +157,34 @@ pub struct RegisteredModel {
     /// The training step of the weights it serves.
     #[serde(default)]
     pub version: u64,
-    /// `agl`, `vllm`, `openai`, …: what the server understands beyond the common interface.
+    /// `agl`, `vllm`, `sglang`, `external` or `openai`: what the server understands beyond the common interface.
     #[serde(default = "openai")]
     pub kind: String,
     /// Whether its answers are trained on; absent: only if it serves the policy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trainable: Option<bool>,
+    /// The model's name at the server, where it is another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub upstream_model: Option<String>,
+    /// The environment variable of the gateway that holds the server's key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_key_env: Option<String>,
+}
+
+impl RegisteredModel {
+    /// A server of the common kind that needs no key.
+    #[must_use]
+    pub fn new(model: impl Into<String>, endpoint: impl Into<String>) -> Self {
+        Self {
+            model: model.into(),
+            endpoint: endpoint.into(),
+            version: 0,
+            kind: openai(),
+            trainable: None,
+            upstream_model: None,
+            api_key_env: None,
+        }
+    }
 }
 
 fn openai() -> String {

@@ -337,11 +337,11 @@ async fn a_deleted_rollout_takes_everything_with_it_and_its_id_is_free_again() {
 #[tokio::test]
 async fn models_are_replaced_by_model_and_endpoint_and_removed_by_either() {
     let model = |model: &str, endpoint: &str, version| RegisteredModel {
-        model: model.to_owned(),
-        endpoint: endpoint.to_owned(),
         version,
         kind: "vllm".to_owned(),
         trainable: Some(false),
+        api_key_env: Some("KEY".to_owned()),
+        ..RegisteredModel::new(model, endpoint)
     };
     for Opened { store, .. } in &both().await {
         store.put_models(vec![model("b", "y", 0), model("a", "x", 0), model("b", "x", 0)]).await.unwrap();

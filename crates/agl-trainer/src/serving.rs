@@ -55,8 +55,15 @@ impl Serving {
         client.delete_models().await?;
         client.resume(Some(owner)).await?;
         let endpoint = config.advertise_url.clone().unwrap_or_else(|| format!("http://{address}/v1"));
-        let model =
-            Model { model: config.name.clone(), endpoint, version: 0, kind: Some("agl".into()), trainable: Some(true) };
+        let model = Model {
+            model: config.name.clone(),
+            endpoint,
+            version: 0,
+            kind: Some("agl".into()),
+            trainable: Some(true),
+            upstream_model: None,
+            api_key_env: None,
+        };
         Ok(Self { client, model, owner: owner.to_owned(), stop: Some(stop), server })
     }
 

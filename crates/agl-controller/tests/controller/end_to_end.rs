@@ -58,7 +58,15 @@ impl House {
         let client = GatewayClient::new(&url, SERVER_KEY).unwrap();
         let model = MockLlm::start(script).await.unwrap();
         let endpoint = model.endpoint();
-        let policy = Model { model: "policy".into(), endpoint, version: 3, kind: None, trainable: None };
+        let policy = Model {
+            model: "policy".into(),
+            endpoint,
+            version: 3,
+            kind: None,
+            trainable: None,
+            upstream_model: None,
+            api_key_env: None,
+        };
         client.register_models(&[policy]).await.unwrap();
         let config: ControllerConfig = serde_json::from_value(json!({
             "work_dir": folder.path().join("work"), "supervisor": PROGRAM, "kill_grace_seconds": 1.0,

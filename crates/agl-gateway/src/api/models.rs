@@ -12,6 +12,7 @@ use super::input::{Query, body};
 use super::ok;
 use crate::app::App;
 use crate::error::ApiError;
+use crate::proxy::kind::Kind;
 use crate::proxy::read_body;
 
 /// `POST /api/models`: replaces registrations of equal model and endpoint.
@@ -22,6 +23,7 @@ pub(super) async fn register(
     let models: Vec<RegisteredModel> = body(&read_body(&app, request).await?)?;
     for (index, model) in models.iter().enumerate() {
         check_endpoint(&model.endpoint, index)?;
+        check_kind(&model.kind, index)?;
     }
     app.servers.register(models.clone()).await?;
     Ok((StatusCode::CREATED, Json(models)))
@@ -31,11 +33,19 @@ pub(super) async fn register(
 fn check_endpoint(endpoint: &str, index: usize) -> Result<(), ApiError> {
     let loc = vec!["body".into(), index.into(), "endpoint".into()];
     let problem = match reqwest::Url::parse(endpoint) {
-        Ok(url) if url.scheme() == "http" && url.has_host() => return Ok(()),
-        Ok(url) if url.scheme() == "https" => "https servers cannot be called yet; register an http address of it",
+        Ok(url) if matches!(url.scheme(), "http" | "https") && url.has_host() => return Ok(()),
         _ => "Input should be the server's base URL, such as http://HOST:PORT/v1",
     };
     Err(ApiError::invalid(loc, problem, "url_parsing"))
+}
+
+fn check_kind(kind: &str, index: usize) -> Result<(), ApiError> {
+    if Kind::from_name(kind).is_some() {
+        return Ok(());
+    }
+    let known = Kind::ALL.map(Kind::name).join(", ");
+    let loc = vec!["body".into(), index.into(), "kind".into()];
+    Err(ApiError::invalid(loc, format!("Input should be one of {known}"), "enum"))
 }
 
 /// `GET /api/models`.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use agl_store::RegisteredModel;
 use axum::http::StatusCode;
 use bytes::Bytes;
 
@@ -12,8 +13,10 @@ use super::answer::{self, Answer};
 use super::entry::{Caller, Prepared};
 use super::event::{Described, event_data, seed};
 use super::flights::Seat;
+use super::kind::Kind;
 use super::recorder::{AttemptKey, CallResult, Finished, RecordError, Recorded};
 use super::reply::Reply;
+use super::routes::{Target, target};
 use super::upstream::{Ask, End, Progress};
 use crate::app::App;
 use crate::clock;
@@ -32,6 +35,7 @@ pub(crate) struct Call {
     pub(crate) voice: Voice,
     pub(crate) key: AttemptKey,
     agent: Option<String>,
+    target: Target,
     ask: Ask,
     left_out: LeftOut,
     pub(crate) digest: [u8; 32],
@@ -46,14 +50,13 @@ impl Call {
     ) -> Result<Self, ApiError> {
         let Caller { key, mode, rollout, agent, .. } = caller;
         let Prepared { mut body, path, voice, left_out } = prepared;
-        let config = &app.config.default_proxy;
-        body.prepare(&config.model_name, mode, path, config);
-        let model = body.text("model").unwrap_or_else(|| config.model_name.clone());
+        let target = target(&app.config, voice.model.as_deref(), agent.as_deref());
+        body.prepare(&target, mode, &app.config.default_proxy);
         let number = app.recorder.begin_call(&key).await?;
         let seed = (!body.has("seed")).then(|| seed(&rollout, number));
-        let ask = Ask { rollout_id: key.rollout_id.clone(), model, path, body, seed };
+        let ask = Ask { rollout_id: key.rollout_id.clone(), model: target.model.clone(), mode, path, body, seed };
         let call_id = format!("call-{}", uuid::Uuid::now_v7().simple());
-        Ok(Self { app: Arc::clone(app), call_id, voice, key, agent, ask, left_out, digest })
+        Ok(Self { app: Arc::clone(app), call_id, voice, key, agent, target, ask, left_out, digest })
     }
 
     /// Calls and records, and answers whoever waits then.
@@ -77,9 +80,8 @@ impl Call {
 
     /// Calls, records, and gives what is to be answered.
     async fn run(self, seat: &mut Seat) -> Result<(Reply, Recorded), ApiError> {
-        let Self { app, call_id, voice, key, agent, ask, left_out, digest } = self;
-        let model = ask.model.clone();
-        let unsent = ask.body.to_bytes();
+        let Self { app, call_id, voice, key, agent, target, ask, left_out, digest } = self;
+        let unsent = ask.body.to_bytes(&[]);
         let mut progress = Progress::default();
         let sent_any = AtomicBool::new(false);
         let started = Instant::now();
@@ -124,14 +126,15 @@ impl Call {
             End::Failed(error) => (error.status.as_u16(), error.body.to_string().into(), Answer::default()),
         };
         let ok = http_status < 400;
-        if ok {
+        let trainable = is_trainable(&target, progress.server.as_ref());
+        if ok && trainable {
             complain(&answer, &progress, &key, &call_id);
+        }
+        if ok {
             app.verbatim.remember(&key, std::mem::take(&mut answer.tool_calls));
         }
-        let policy = &app.config.default_proxy.model_name;
-        let trainable = progress.server.as_ref().and_then(|server| server.trainable).unwrap_or(model == *policy);
         let described = Described {
-            model: &model,
+            model: &target.model,
             dialect: voice.dialect,
             stream: voice.stream,
             agent: agent.as_deref(),
@@ -158,6 +161,16 @@ impl Call {
             End::Answered(answer) => Ok((Reply::tell(answer, voice, &call_id).await?, recorded)),
         }
     }
+}
+
+/// What the route says, then what the server was registered with; otherwise the policy is trained, unless it comes from an API of
+/// others.
+fn is_trainable(target: &Target, server: Option<&RegisteredModel>) -> bool {
+    let registered = server.is_none_or(|server| {
+        let gives_ids = Kind::from_name(&server.kind).is_none_or(Kind::gives_ids);
+        server.trainable.unwrap_or(target.is_policy && gives_ids)
+    });
+    target.trainable.unwrap_or(true) && registered
 }
 
 fn abandoned_error() -> ApiError {

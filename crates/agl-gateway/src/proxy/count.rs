@@ -6,6 +6,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use super::entry::Caller;
+use super::routes::target;
 use crate::app::App;
 use crate::dialect::Translated;
 use crate::error::ApiError;
@@ -38,16 +39,15 @@ enum Count {
 }
 
 async fn count(app: &App, caller: &Caller, request: Translated) -> Count {
-    let config = &app.config.default_proxy;
-    let asked = request.chat.get("model").and_then(Value::as_str).filter(|_| !config.override_model);
-    let model = asked.unwrap_or(&config.model_name);
+    let asked = request.voice.model.as_deref();
+    let model = target(&app.config, asked, caller.agent.as_deref()).model;
     let mut body = json!({"model": model, "add_generation_prompt": true});
     for key in ["messages", "tools"] {
         if let Some(value) = request.chat.get(key) {
             body[key] = value.clone();
         }
     }
-    match app.upstream.count_tokens(model, &caller.key.rollout_id, &body).await {
+    match app.upstream.count_tokens(&model, &caller.key.rollout_id, &body).await {
         Some(tokens) => Count::Exact(tokens),
         None => {
             let said = body["messages"].to_string().len() + body["tools"].to_string().len();

@@ -1,7 +1,8 @@
 //! The way of a model call: from the harness to an inference server and back.
 //!
 //! 1. [`entry`] checks who calls, and has the body translated from the harness's dialect ([`crate::dialect`], [`request`]).
-//! 2. [`upstream`] passes the gate, picks a server ([`servers`]) and sends, again if need be.
+//! 2. [`upstream`] passes the gate, picks a server of the model that [`routes`] name ([`servers`]) and sends in the form that
+//!    its [`kind`] takes, again if need be.
 //! 3. [`answer`] finds token ids, log-probs and versions in what came back.
 //! 4. [`recorder`] writes [`event`], rows and bodies in one transaction.
 //! 5. Only then the answer leaves, in the harness's dialect, and [`reply`] tells the recorder whether it was taken.
@@ -21,10 +22,12 @@ pub(crate) mod count;
 pub(crate) mod entry;
 pub(crate) mod event;
 pub(crate) mod flights;
+pub(crate) mod kind;
 pub(crate) mod models;
 pub(crate) mod recorder;
 pub(crate) mod reply;
 pub(crate) mod request;
+pub(crate) mod routes;
 pub(crate) mod servers;
 pub(crate) mod upstream;
 pub(crate) mod verbatim;

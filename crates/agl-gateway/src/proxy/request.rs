@@ -5,8 +5,10 @@ use bytes::Bytes;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::value::RawValue;
+use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::routes::Target;
 use crate::config::DefaultProxyConfig;
 use crate::error::ApiError;
 
@@ -68,7 +70,7 @@ impl RequestBody {
     }
 
     /// A body that was put together here.
-    pub(crate) fn of(fields: &serde_json::Map<String, serde_json::Value>) -> Self {
+    pub(crate) fn of(fields: &Map<String, Value>) -> Self {
         let raw = |value| serde_json::value::to_raw_value(value).ok();
         Self { entries: fields.iter().filter_map(|(key, value)| Some((key.clone(), raw(value)?))).collect() }
     }
@@ -83,7 +85,7 @@ impl RequestBody {
     }
 
     /// The values under the key, if it holds a list.
-    pub(crate) fn list(&self, key: &str) -> Option<Vec<serde_json::Value>> {
+    pub(crate) fn list(&self, key: &str) -> Option<Vec<Value>> {
         serde_json::from_str(self.get(key)?.get()).ok()
     }
 
@@ -94,7 +96,7 @@ impl RequestBody {
 
     /// True where the key holds an object in which `inner` is true.
     pub(crate) fn is_true_in(&self, key: &str, inner: &str) -> bool {
-        let object: Option<serde_json::Value> = self.get(key).and_then(|value| serde_json::from_str(value.get()).ok());
+        let object: Option<Value> = self.get(key).and_then(|value| serde_json::from_str(value.get()).ok());
         object.is_some_and(|object| object[inner] == true)
     }
 
@@ -118,39 +120,34 @@ impl RequestBody {
         }
     }
 
-    /// Sets what the mode asks for, as Agent Lightning v1.0 does; each override can be off.
-    pub(crate) fn prepare(&mut self, model: &str, mode: Mode, path: UpstreamPath, config: &DefaultProxyConfig) {
-        if config.override_model || !self.has("model") {
-            self.set("model", &model);
+    /// Sets the model and, for the policy, the temperature of the mode, as Agent Lightning v1.0 does; each override can be off.
+    pub(crate) fn prepare(&mut self, target: &Target, mode: Mode, config: &DefaultProxyConfig) {
+        if self.text("model").as_ref() != Some(&target.model) {
+            self.set("model", &target.model);
         }
-        if config.override_temperature {
+        if config.override_temperature && target.is_policy {
             let sampling = match mode {
                 Mode::Train => config.train,
                 Mode::Val => config.val,
             };
             self.set("temperature", &sampling.temperature);
         }
-        if config.override_return_token_ids {
-            self.set("return_token_ids", &true);
-        }
-        if mode == Mode::Train && config.include_log_probs && config.override_logprobs {
-            match path {
-                UpstreamPath::ChatCompletions => self.set("logprobs", &true),
-                // A number there: how many alternatives.
-                UpstreamPath::Completions => self.set("logprobs", &1),
+    }
+
+    /// The body to send, with `extras` in place of what it has under their keys.
+    pub(crate) fn to_bytes(&self, extras: &[(&str, Value)]) -> Bytes {
+        struct With<'a>(&'a RequestBody, &'a [(&'a str, Value)]);
+        impl Serialize for With<'_> {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                let mut map = serializer.serialize_map(None)?;
+                let kept = self.0.entries.iter().filter(|(name, _)| self.1.iter().all(|(key, _)| key != name));
+                kept.into_iter().try_for_each(|(key, value)| map.serialize_entry(key, value))?;
+                self.1.iter().try_for_each(|(key, value)| map.serialize_entry(key, value))?;
+                map.end()
             }
         }
-    }
-
-    /// Sets the seed of this call's random generator.
-    pub(crate) fn set_seed(&mut self, seed: u64) {
-        self.set("seed", &seed);
-    }
-
-    /// The body to send.
-    pub(crate) fn to_bytes(&self) -> Bytes {
         // Keys are texts and values are valid already: writing to memory cannot fail.
-        serde_json::to_vec(self).unwrap_or_default().into()
+        serde_json::to_vec(&With(self, extras)).unwrap_or_default().into()
     }
 }
 
@@ -184,67 +181,50 @@ impl<'de> Deserialize<'de> for RequestBody {
     }
 }
 
-impl Serialize for RequestBody {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(self.entries.len()))?;
-        for (key, value) in &self.entries {
-            map.serialize_entry(key, value)?;
-        }
-        map.end()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn prepared(raw: &str, mode: Mode, path: UpstreamPath, config: &DefaultProxyConfig) -> String {
+    fn prepared(raw: &str, mode: Mode, config: &DefaultProxyConfig) -> String {
         let mut body = RequestBody::parse(raw.as_bytes()).unwrap();
-        body.prepare("policy", mode, path, config);
-        String::from_utf8(body.to_bytes().to_vec()).unwrap()
+        let model = if config.override_model { "policy".to_owned() } else { body.text("model").unwrap() };
+        body.prepare(&Target { is_policy: model == "policy", model, trainable: None }, mode, config);
+        String::from_utf8(body.to_bytes(&[]).to_vec()).unwrap()
     }
 
     #[test]
-    fn training_sets_model_temperature_ids_and_log_probs_and_keeps_the_rest_as_written() {
+    fn training_sets_model_and_temperature_and_keeps_the_rest_as_written() {
         let raw = r#"{"model":"gpt-4o", "top_p": 1e0, "x":{"b":1.50,"a":"\u00e9"},"n":12345678901234567890123}"#;
         assert_eq!(
-            prepared(raw, Mode::Train, UpstreamPath::ChatCompletions, &DefaultProxyConfig::default()),
-            r#"{"model":"policy","top_p":1e0,"x":{"b":1.50,"a":"\u00e9"},"n":12345678901234567890123,"temperature":1.0,"return_token_ids":true,"logprobs":true}"#
+            prepared(raw, Mode::Train, &DefaultProxyConfig::default()),
+            r#"{"model":"policy","top_p":1e0,"x":{"b":1.50,"a":"\u00e9"},"n":12345678901234567890123,"temperature":1.0}"#
         );
     }
 
     #[test]
-    fn validation_asks_for_no_log_probs_and_has_its_own_temperature() {
-        assert_eq!(
-            prepared(r#"{"temperature":2}"#, Mode::Val, UpstreamPath::ChatCompletions, &DefaultProxyConfig::default()),
-            r#"{"temperature":0.7,"model":"policy","return_token_ids":true}"#
-        );
+    fn validation_has_its_own_temperature() {
+        let sent = prepared(r#"{"temperature":2}"#, Mode::Val, &DefaultProxyConfig::default());
+        assert_eq!(sent, r#"{"temperature":0.7,"model":"policy"}"#);
     }
 
     #[test]
-    fn completions_take_log_probs_as_a_number() {
-        let body = prepared("{}", Mode::Train, UpstreamPath::Completions, &DefaultProxyConfig::default());
-        assert!(body.contains(r#""logprobs":1"#), "{body}");
-    }
-
-    #[test]
-    fn every_override_can_be_turned_off() {
-        let off = DefaultProxyConfig {
-            override_model: false,
-            override_temperature: false,
-            override_return_token_ids: false,
-            override_logprobs: false,
-            ..DefaultProxyConfig::default()
-        };
+    fn what_another_model_is_sent_stays_as_the_harness_wrote_it() {
+        let config = DefaultProxyConfig { override_model: false, ..DefaultProxyConfig::default() };
         let raw = r#"{"model":"mine","temperature":0.1,"logprobs":false}"#;
-        assert_eq!(prepared(raw, Mode::Train, UpstreamPath::ChatCompletions, &off), raw);
-        assert_eq!(prepared("{}", Mode::Train, UpstreamPath::ChatCompletions, &off), r#"{"model":"policy"}"#);
+        assert_eq!(prepared(raw, Mode::Train, &config), raw);
+    }
+
+    #[test]
+    fn extras_stand_in_place_of_what_was_there() {
+        let body = RequestBody::parse(br#"{"logprobs":false,"a":1}"#).unwrap();
+        let extras = [("logprobs", Value::Bool(true)), ("seed", 5.into())];
+        assert_eq!(body.to_bytes(&extras), r#"{"a":1,"logprobs":true,"seed":5}"#);
     }
 
     #[test]
     fn of_equal_keys_the_last_counts() {
         let body = RequestBody::parse(br#"{"a":1,"b":2,"a":3}"#).unwrap();
-        assert_eq!(body.to_bytes(), r#"{"a":3,"b":2}"#);
+        assert_eq!(body.to_bytes(&[]), r#"{"a":3,"b":2}"#);
     }
 
     #[test]
@@ -253,7 +233,7 @@ mod tests {
         assert_eq!(detail("{\"a\":"), "Invalid JSON in request body");
         assert_eq!(detail("{\"a\":tru}"), "Invalid JSON in request body");
         assert_eq!(detail("[1]"), "Request body must be a JSON object");
-        assert_eq!(RequestBody::parse(b"").unwrap().to_bytes(), "{}");
+        assert_eq!(RequestBody::parse(b"").unwrap().to_bytes(&[]), "{}");
     }
 
     #[test]

@@ -89,13 +89,7 @@ mod tests {
     use super::*;
 
     fn server(model: &str, endpoint: &str) -> RegisteredModel {
-        RegisteredModel {
-            model: model.to_owned(),
-            endpoint: endpoint.to_owned(),
-            version: 0,
-            kind: "openai".to_owned(),
-            trainable: None,
-        }
+        RegisteredModel::new(model, endpoint)
     }
 
     #[tokio::test]

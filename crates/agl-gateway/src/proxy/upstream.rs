@@ -8,9 +8,10 @@ use agl_store::RegisteredModel;
 use axum::http::{HeaderValue, StatusCode, header};
 use bytes::Bytes;
 
-use super::request::{RequestBody, UpstreamPath};
+use super::kind::Kind;
+use super::request::{Mode, RequestBody, UpstreamPath};
 use super::servers::Servers;
-use crate::config::{UpstreamConfig, duration};
+use crate::config::{DefaultProxyConfig, GatewayConfig, UpstreamConfig, duration};
 use crate::error::{ApiError, GatewayError};
 use crate::gate::{Gate, Passage, Refused};
 
@@ -21,6 +22,7 @@ const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(60);
 pub(crate) struct Upstream {
     client: reqwest::Client,
     config: UpstreamConfig,
+    proxy: DefaultProxyConfig,
     no_model_wait: Duration,
     gate: Arc<Gate>,
     servers: Arc<Servers>,
@@ -30,9 +32,10 @@ pub(crate) struct Upstream {
 pub(crate) struct Ask {
     pub(crate) rollout_id: String,
     pub(crate) model: String,
+    pub(crate) mode: Mode,
     pub(crate) path: UpstreamPath,
     pub(crate) body: RequestBody,
-    /// For servers of ours, where the harness gave none.
+    /// For servers that take one, where the harness gave none.
     pub(crate) seed: Option<u64>,
 }
 
@@ -64,35 +67,33 @@ pub(crate) struct UpstreamAnswer {
 }
 
 impl Upstream {
-    pub(crate) fn new(
-        config: UpstreamConfig,
-        no_model_wait: Duration,
-        gate: Arc<Gate>,
-        servers: Arc<Servers>,
-    ) -> Result<Self, GatewayError> {
+    pub(crate) fn new(config: &GatewayConfig, gate: Arc<Gate>, servers: Arc<Servers>) -> Result<Self, GatewayError> {
         // Inference servers are named by address; a proxy from the environment is for other things.
         let builder = reqwest::Client::builder().no_proxy().redirect(reqwest::redirect::Policy::none());
-        let client = builder.timeout(duration(config.timeout_seconds)).build().map_err(GatewayError::Client)?;
-        Ok(Self { client, config, no_model_wait, gate, servers })
+        let client =
+            builder.timeout(duration(config.upstream.timeout_seconds)).build().map_err(GatewayError::Client)?;
+        let no_model_wait = duration(config.no_model_wait_seconds);
+        Ok(Self { client, config: config.upstream, proxy: config.default_proxy.clone(), no_model_wait, gate, servers })
     }
 
     /// Sends the call until it is answered or the tries are used up. Each try passes the gate and picks the server anew: a
     /// pause holds it, and a trainer that was started again has registered another address. Sets `sent_any` with the first.
-    pub(crate) async fn call(&self, mut ask: Ask, progress: &mut Progress, sent_any: &AtomicBool) -> End {
+    pub(crate) async fn call(&self, ask: Ask, progress: &mut Progress, sent_any: &AtomicBool) -> End {
         loop {
             let (passage, server) = match self.admit(&ask).await {
                 Ok(admitted) => admitted,
                 Err(error) => return End::Failed(error),
             };
-            if let Some(seed) = ask.seed.filter(|_| server.kind == "agl") {
-                ask.body.set_seed(seed);
-            }
-            let body = ask.body.to_bytes();
+            let body = self.dress(&ask, &server);
             progress.sent = Some(body.clone());
             progress.server = Some(server.clone());
             sent_any.store(true, Ordering::SeqCst);
             let url = format!("{}/{}", server.endpoint.trim_end_matches('/'), ask.path.as_str());
-            let tried = self.try_once(&url, body).await;
+            let key = match key_of(&server) {
+                Ok(key) => key,
+                Err(error) => return End::Failed(error),
+            };
+            let tried = self.try_once(&url, key, body).await;
             drop(passage);
 
             let is_last = progress.retries + 1 >= self.config.max_attempts;
@@ -135,13 +136,30 @@ impl Upstream {
         let server = self.servers.pick(model, rollout_id)?;
         let base = server.endpoint.trim_end_matches('/');
         let url = format!("{}/tokenize", base.strip_suffix("/v1").unwrap_or(base));
-        let answer =
-            self.try_once(&url, body.to_string().into()).await.ok().filter(|answer| answer.status.is_success())?;
-        serde_json::from_slice::<serde_json::Value>(&answer.body).ok()?["count"].as_u64()
+        let answer = self.try_once(&url, key_of(&server).ok()?, body.to_string().into()).await.ok()?;
+        let counted = serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
+        counted.filter(|_| answer.status.is_success())?["count"].as_u64()
     }
 
-    async fn try_once(&self, url: &str, body: Bytes) -> Result<UpstreamAnswer, reqwest::Error> {
-        let request = self.client.post(url).header(header::CONTENT_TYPE, "application/json").body(body);
+    /// The body in the form that this server takes.
+    fn dress(&self, ask: &Ask, server: &RegisteredModel) -> Bytes {
+        // A kind that this version does not know is called in the common form.
+        let kind = Kind::from_name(&server.kind).unwrap_or(Kind::OpenAi);
+        let mut extras = kind.extras(ask.mode, ask.path, &self.proxy);
+        if let Some(seed) = ask.seed.filter(|_| kind.takes_seed()) {
+            extras.push(("seed", seed.into()));
+        }
+        if let Some(name) = &server.upstream_model {
+            extras.push(("model", name.clone().into()));
+        }
+        ask.body.to_bytes(&extras)
+    }
+
+    async fn try_once(&self, url: &str, key: Option<String>, body: Bytes) -> Result<UpstreamAnswer, reqwest::Error> {
+        let mut request = self.client.post(url).header(header::CONTENT_TYPE, "application/json").body(body);
+        if let Some(key) = key {
+            request = request.bearer_auth(key);
+        }
         let response = request.send().await?;
         let header = |name| response.headers().get(name).cloned();
         let (status, content_type, retry_after) =
@@ -155,6 +173,19 @@ impl Upstream {
         let jitter = rand::random_range(0.75..1.25);
         duration(grown.min(self.config.backoff_cap_seconds) * jitter)
     }
+}
+
+/// The server's key, if it has one.
+fn key_of(server: &RegisteredModel) -> Result<Option<String>, ApiError> {
+    let Some(name) = &server.api_key_env else { return Ok(None) };
+    std::env::var(name).map(Some).map_err(|_| {
+        let what = format!(
+            "The key of {} is not there: set {name} in the environment of the gateway and start it again",
+            server.endpoint
+        );
+        tracing::error!(model = server.model, "{what}");
+        ApiError::new(StatusCode::BAD_GATEWAY, what)
+    })
 }
 
 fn is_retryable(status: StatusCode) -> bool {

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::scene::{MODEL, Scene, Upstream, quick};
+use crate::scene::{KEY, MODEL, Scene, Upstream, chat_path, quick};
 
 #[tokio::test]
 async fn models_are_registered_listed_and_removed() {
@@ -27,7 +27,7 @@ async fn models_are_registered_listed_and_removed() {
     scene.delete("/api/models?model=judge&endpoint=http://b/v1").await;
     assert_eq!(scene.get("/api/models").await.json()[0]["endpoint"], "http://c/v1");
     assert_eq!(scene.post("/api/models", json!([{"model": "m"}])).await.status, 422);
-    for endpoint in ["localhost:8000/v1", "", "https://api.example/v1"] {
+    for endpoint in ["localhost:8000/v1", "", "ftp://api.example/v1"] {
         let refused = scene.post("/api/models", json!([{"model": "m", "endpoint": endpoint}])).await;
         assert_eq!(refused.status, 422, "{endpoint}");
         assert_eq!(refused.json()["detail"][0]["loc"], json!(["body", 0, "endpoint"]));
@@ -122,4 +122,68 @@ async fn our_own_servers_are_sent_a_seed_and_others_are_not() {
     assert!(seeds[0].is_u64() && seeds[0] != seeds[1]);
     assert_eq!(seeds[2], seeds[0]);
     assert_eq!(seeds[3], 42);
+}
+
+#[tokio::test]
+async fn a_kind_that_nobody_knows_is_refused_with_the_known_ones() {
+    let scene = Scene::start().await;
+    let model = json!([{"model": "m", "endpoint": scene.upstream.endpoint, "kind": "vlmm"}]);
+    let answer = scene.post("/api/models", model).await;
+    assert_eq!(answer.status, 422);
+    assert!(answer.json()["detail"][0]["msg"].as_str().unwrap().contains("vllm, sglang"), "{}", answer.text);
+}
+
+#[tokio::test]
+async fn routes_send_a_model_name_or_an_agent_elsewhere_and_only_the_policy_is_trained() {
+    let mut config = quick();
+    config.routes = serde_json::from_value(json!([
+        {"model": "*haiku*", "to": "small"},
+        {"agent": "judge", "to": "api"},
+        {"agent": "critic", "to": MODEL, "trainable": false},
+    ]))
+    .unwrap();
+    let scene = Scene::with(config).await;
+    let small = Upstream::start().await;
+    let api = Upstream::start().await;
+    scene
+        .register(json!([
+            {"model": "small", "endpoint": small.endpoint, "kind": "vllm"},
+            {"model": "api", "endpoint": api.endpoint, "kind": "external", "upstream_model": "gpt-9", "api_key_env": "PATH"},
+        ]))
+        .await;
+    scene.enqueue("r").await;
+    let ask = async |model: &str, agent: &str| {
+        let request = scene.http.post(format!("{}{}", scene.url, chat_path("r", "train"))).bearer_auth(KEY);
+        let body = json!({"model": model, "temperature": 0.3}).to_string();
+        let answer = request.header("x-agl-agent", agent).body(body).send().await.unwrap();
+        assert_eq!(answer.status(), 200);
+    };
+    ask("claude-opus", "main").await;
+    ask("claude-haiku-4", "main").await;
+    ask("claude-opus", "judge").await;
+    ask("claude-opus", "critic").await;
+    assert_eq!(scene.upstream.asked().len(), 2);
+    let frozen = small.asked().remove(0).1;
+    assert_eq!(
+        frozen,
+        json!({"model": "small", "temperature": 0.3, "return_token_ids": true, "logprobs": true}),
+        "another model samples as the harness says"
+    );
+    let external = api.asked().remove(0).1;
+    assert_eq!(external, json!({"model": "gpt-9", "temperature": 0.3}), "nothing that it might refuse");
+    assert!(api.authorizations()[0].starts_with("Bearer /"), "the key is what the variable holds");
+    let counts = scene.sequences("r").await["counts"].clone();
+    assert_eq!((&counts["calls"], &counts["live"]), (&json!(4), &json!(1)), "{counts}");
+}
+
+#[tokio::test]
+async fn a_key_that_is_not_in_the_environment_is_named() {
+    let scene = Scene::start().await;
+    scene
+        .register(json!([{"model": MODEL, "endpoint": scene.upstream.endpoint, "api_key_env": "AGL_TEST_NO_SUCH_KEY"}]))
+        .await;
+    scene.enqueue("r").await;
+    let answer = scene.call("r", json!({})).await;
+    assert_eq!(answer.status, 502);
+    assert!(answer.detail().contains("AGL_TEST_NO_SUCH_KEY"), "{}", answer.text);
 }

@@ -209,6 +209,7 @@ pub struct Upstream {
 struct Shared {
     script: Mutex<VecDeque<Reply>>,
     asked: Mutex<Vec<(String, Value)>>,
+    authorizations: Mutex<Vec<String>>,
     released: watch::Sender<bool>,
 }
 
@@ -253,8 +254,12 @@ pub fn completion(prompt: &[u32], sampled: &[u32]) -> Value {
 
 impl Upstream {
     pub async fn start() -> Self {
-        let shared =
-            Arc::new(Shared { script: Mutex::default(), asked: Mutex::default(), released: watch::Sender::new(false) });
+        let shared = Arc::new(Shared {
+            script: Mutex::default(),
+            asked: Mutex::default(),
+            authorizations: Mutex::default(),
+            released: watch::Sender::new(false),
+        });
         let router = Router::new()
             .route("/v1/{*path}", axum::routing::post(answer))
             .layer(axum::extract::DefaultBodyLimit::disable())
@@ -283,12 +288,24 @@ impl Upstream {
         self.shared.asked.lock().unwrap().clone()
     }
 
+    /// The `Authorization` headers, empty where there was none.
+    pub fn authorizations(&self) -> Vec<String> {
+        self.shared.authorizations.lock().unwrap().clone()
+    }
+
     pub async fn was_asked(&self, times: usize) {
         until("the upstream was asked", async || self.asked().len() >= times).await;
     }
 }
 
-async fn answer(State(shared): State<Arc<Shared>>, Path(path): Path<String>, body: String) -> Response {
+async fn answer(
+    State(shared): State<Arc<Shared>>,
+    Path(path): Path<String>,
+    headers: HeaderMap,
+    body: String,
+) -> Response {
+    let authorization = headers.get("authorization").and_then(|value| value.to_str().ok());
+    shared.authorizations.lock().unwrap().push(authorization.unwrap_or_default().to_owned());
     shared.asked.lock().unwrap().push((path, serde_json::from_str(&body).unwrap_or(Value::String(body))));
     let reply = shared.script.lock().unwrap().pop_front();
     let reply = reply.unwrap_or_else(|| Reply::json(200, &completion(&[1, 2], &[7])));

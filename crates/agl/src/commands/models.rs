@@ -45,8 +45,9 @@ pub enum ModelsCommand {
         model: String,
         /// Its base URL, such as `http://host:8000/v1`.
         endpoint: String,
-        /// What server it is: `agl`, `vllm`, `openai`.
-        #[arg(long)]
+        /// What server it is: `agl` (`agl models serve`), `vllm`, `sglang`, `external` (an API of others, whose calls are recorded
+        /// but not trained on), or `openai` for anything that takes vLLM's `return_token_ids`.
+        #[arg(long, value_parser = ["agl", "vllm", "sglang", "external", "openai"])]
         kind: Option<String>,
         /// The policy version it serves.
         #[arg(long, default_value_t = 0)]
@@ -54,6 +55,12 @@ pub enum ModelsCommand {
         /// Whether its tokens are trained on; if absent, they are where its name is the policy's.
         #[arg(long)]
         trainable: Option<bool>,
+        /// The model's name at the server, where it is another one.
+        #[arg(long, value_name = "NAME")]
+        upstream_model: Option<String>,
+        /// The environment variable, of the gateway's process, that holds the server's key.
+        #[arg(long, value_name = "VARIABLE")]
+        api_key_env: Option<String>,
     },
     /// Remove one model server, or with `--policy` all of the policy's.
     Remove {
@@ -99,8 +106,8 @@ pub async fn models(command: ModelsCommand) -> anyhow::Result<()> {
             table(&["model", "endpoint", "kind", "version", "trainable"], &rows);
             Ok(())
         }
-        ModelsCommand::Register { gateway, model, endpoint, kind, version, trainable } => {
-            let model = Model { model, endpoint, version, kind, trainable };
+        ModelsCommand::Register { gateway, model, endpoint, kind, version, trainable, upstream_model, api_key_env } => {
+            let model = Model { model, endpoint, version, kind, trainable, upstream_model, api_key_env };
             gateway.client()?.register_models(std::slice::from_ref(&model)).await?;
             line(format!("registered {} at {}", model.model, model.endpoint));
             Ok(())
