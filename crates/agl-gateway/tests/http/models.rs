@@ -173,7 +173,7 @@ async fn routes_send_a_model_name_or_an_agent_elsewhere_and_only_the_policy_is_t
     assert_eq!(external, json!({"model": "gpt-9", "temperature": 0.3}), "nothing that it might refuse");
     assert!(api.authorizations()[0].starts_with("Bearer /"), "the key is what the variable holds");
     let counts = scene.sequences("r").await["counts"].clone();
-    assert_eq!((&counts["calls"], &counts["live"]), (&json!(4), &json!(1)), "{counts}");
+    assert_eq!((&counts["live"], &counts["frozen"]), (&json!(4), &json!(3)), "{counts}");
 }
 
 #[tokio::test]
