@@ -5,7 +5,8 @@
 use agl_core::trajectory::row::version_runs;
 use agl_core::trajectory::sequence::LengthLimits;
 use agl_core::trajectory::{
-    Assembly, BreakClass, CallOutcome, CallRow, Delivery, Level, NewCall, TokenDecoder, TokenTree, TreeError,
+    Assembly, BreakClass, CallOutcome, CallRow, Continuation, Delivery, Level, NewCall, TokenDecoder, TokenTree,
+    TreeError,
 };
 use proptest::prelude::*;
 
@@ -294,6 +295,25 @@ fn a_main_agent_and_its_sub_agent_interleave_and_still_merge() {
     let sub_2 = Call::new(&[9, 8, 7, 6], &[5]);
     let assembly = assemble(&[main_1, sub_1, main_2, sub_2]);
     assert_eq!(shape(&assembly), [(vec![1, 2, 3, 4, 5], vec![0, 2]), (vec![9, 8, 7, 6, 5], vec![1, 3])]);
+}
+
+#[test]
+fn a_call_is_told_apart_by_how_it_continues() {
+    let calls = [
+        Call::new(&[1, 2], &[7]),
+        Call::new(&[1, 2, 7, 3], &[8]),
+        // The answer before is written in other tokens.
+        Call::new(&[1, 2, 7, 3, 9, 4], &[5]),
+        // Everything behind the first prompt is rewritten.
+        Call::new(&[1, 2, 6], &[5]),
+        // Another conversation with the same beginning.
+        Call::new(&[1, 4], &[5]),
+    ];
+    let (tree, _) = record(&calls);
+    let found: Vec<Continuation> = (0..5).map(|seq| tree.continuation(seq).unwrap()).collect();
+    use Continuation::{Break, Merge, New};
+    assert_eq!(found, [New, Merge, Break, Break, New]);
+    assert_eq!(tree.continuation(5), Err(TreeError::UnknownCall { seq: 5 }));
 }
 
 #[test]

@@ -11,6 +11,7 @@ use crate::config::{GatewayConfig, duration};
 use crate::error::{ApiError, GatewayError};
 use crate::gate::Gate;
 use crate::keys::{Access, Keys, Scope, presented};
+use crate::metrics::Metrics;
 use crate::proxy::flights::Flights;
 use crate::proxy::recorder::Recorder;
 use crate::proxy::servers::Servers;
@@ -34,6 +35,7 @@ pub(crate) struct App {
     pub(crate) upstream: Upstream,
     pub(crate) recorder: Arc<Recorder>,
     pub(crate) verbatim: Verbatim,
+    pub(crate) metrics: Metrics,
     pub(crate) flights: Arc<Flights>,
     /// A permit per call under way, also of harnesses that have hung up.
     pub(crate) calls: Arc<Semaphore>,
@@ -61,6 +63,7 @@ impl App {
             upstream,
             recorder,
             verbatim: Verbatim::default(),
+            metrics: Metrics::new()?,
             flights: Arc::default(),
             calls: Arc::new(Semaphore::new(ALL_CALLS as usize)),
             stopping: watch::Sender::new(false),

@@ -48,6 +48,9 @@ pub enum GatewayError {
     /// The HTTP client for inference servers cannot be made.
     #[error("cannot make the HTTP client for inference servers: {0}")]
     Client(reqwest::Error),
+    /// The metrics cannot be set up.
+    #[error("cannot set up the metrics: {0}")]
+    Metrics(#[from] metrics_exporter_prometheus::BuildError),
     /// The server stopped by itself.
     #[error("the gateway stopped serving: {0}")]
     Serve(std::io::Error),

@@ -8,6 +8,7 @@
 //! * `proxy` — a model call's way to an inference server and back.
 //! * `gate` — holds calls during a pause.
 //! * `keys` — who may do what.
+//! * `metrics` — what Prometheus is told.
 //! * [`error`] — why a gateway does not start, and the form of its error answers.
 
 use std::net::SocketAddr;
@@ -24,6 +25,7 @@ mod dialect;
 pub mod error;
 mod gate;
 mod keys;
+mod metrics;
 mod proxy;
 
 pub use config::GatewayConfig;

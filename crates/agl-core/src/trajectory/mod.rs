@@ -18,4 +18,4 @@ pub mod tree;
 pub use breaks::{BreakClass, TokenDecoder};
 pub use row::{CallOutcome, CallRow, Delivery, VersionRun};
 pub use sequence::{Assembly, CallSpan, Level, PathBreak, Sequence, TreeCounts};
-pub use tree::{NewCall, TokenTree, TreeError};
+pub use tree::{Continuation, NewCall, TokenTree, TreeError};

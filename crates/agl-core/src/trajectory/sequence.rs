@@ -267,7 +267,7 @@ impl TokenTree {
         counts
     }
 
-    fn depth(&self, node: NodeId) -> u32 {
+    pub(super) fn depth(&self, node: NodeId) -> u32 {
         self.nodes[node].depth
     }
 

@@ -31,6 +31,17 @@ pub struct NewCall<'a> {
     pub trainable: bool,
 }
 
+/// How a call continues what its attempt said before; see [`TokenTree::continuation`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Continuation {
+    /// It begins a conversation: no earlier call's prompt is the beginning of its own.
+    New,
+    /// It goes on exactly where an earlier call ended: the prefix condition holds.
+    Merge,
+    /// It continues an earlier call's prompt, but not its answer to the end.
+    Break,
+}
+
 /// Why a row cannot be part of a tree. None of these is repaired in silence.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TreeError {
@@ -240,6 +251,28 @@ impl TokenTree {
         let index = self.position(seq).ok_or(TreeError::UnknownCall { seq })?;
         self.calls[index].delivery = delivery;
         Ok(())
+    }
+
+    /// How a recorded call continues what the attempt said before it.
+    ///
+    /// # Errors
+    /// [`TreeError::UnknownCall`].
+    pub fn continuation(&self, seq: u64) -> Result<Continuation, TreeError> {
+        let known = |seq| self.position(seq).ok_or(TreeError::UnknownCall { seq });
+        let call = &self.calls[known(seq)?];
+        let Some(mut before) = call.parent else { return Ok(Continuation::New) };
+        if call.shared_prefix == self.depth(self.calls[known(before)?].path_end) {
+            return Ok(Continuation::Merge);
+        }
+        // They part somewhere on the way: behind the prompt of an earlier call, or in what all conversations begin with.
+        loop {
+            let earlier = &self.calls[known(before)?];
+            if call.shared_prefix >= self.depth(earlier.prompt_end) {
+                return Ok(Continuation::Break);
+            }
+            let Some(parent) = earlier.parent else { return Ok(Continuation::New) };
+            before = parent;
+        }
     }
 
     /// The prompt of a recorded call.

@@ -17,6 +17,7 @@ use crate::proxy::entry;
 
 mod attempts;
 mod events;
+mod health;
 mod input;
 mod models;
 mod pause;
@@ -43,6 +44,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/proxy/pause", post(pause::pause))
         .route("/proxy/resume", post(pause::resume))
         .route("/proxy/state", get(pause::state))
+        .route("/metrics", get(health::metrics))
         .route_layer(middleware::from_fn_with_state(Arc::clone(&app), require_server_key));
     let attempts = Router::new()
         .route("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events", post(events::append))
@@ -50,6 +52,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .merge(harnesses("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/agent/{agent}"));
     Router::new()
         .route("/healthz", get(async || Json(json!({"status": "ok"}))))
+        .route("/readyz", get(health::ready))
         .merge(management)
         .merge(attempts)
         .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "Not Found"))

@@ -16,6 +16,7 @@ use super::flights::Seat;
 use super::kind::Kind;
 use super::recorder::{AttemptKey, CallResult, Finished, RecordError, Recorded};
 use super::reply::Reply;
+use super::request::Mode;
 use super::routes::{Target, target};
 use super::upstream::{Ask, End, Progress};
 use crate::app::App;
@@ -33,12 +34,15 @@ pub(crate) struct Call {
     pub(crate) app: Arc<App>,
     pub(crate) call_id: String,
     pub(crate) voice: Voice,
-    pub(crate) key: AttemptKey,
+    key: AttemptKey,
+    mode: Mode,
     agent: Option<String>,
     target: Target,
     ask: Ask,
     left_out: LeftOut,
-    pub(crate) digest: [u8; 32],
+    digest: [u8; 32],
+    /// When its request had come.
+    started: Instant,
 }
 
 impl Call {
@@ -47,6 +51,7 @@ impl Call {
         caller: Caller,
         prepared: Prepared,
         digest: [u8; 32],
+        started: Instant,
     ) -> Result<Self, ApiError> {
         let Caller { key, mode, rollout, agent, .. } = caller;
         let Prepared { mut body, path, voice, left_out } = prepared;
@@ -56,7 +61,7 @@ impl Call {
         let seed = (!body.has("seed")).then(|| seed(&rollout, number));
         let ask = Ask { rollout_id: key.rollout_id.clone(), model: target.model.clone(), mode, path, body, seed };
         let call_id = format!("call-{}", uuid::Uuid::now_v7().simple());
-        Ok(Self { app: Arc::clone(app), call_id, voice, key, agent, target, ask, left_out, digest })
+        Ok(Self { app: Arc::clone(app), call_id, voice, key, mode, agent, target, ask, left_out, digest, started })
     }
 
     /// Calls and records, and answers whoever waits then.
@@ -80,11 +85,11 @@ impl Call {
 
     /// Calls, records, and gives what is to be answered.
     async fn run(self, seat: &mut Seat) -> Result<(Reply, Recorded), ApiError> {
-        let Self { app, call_id, voice, key, agent, target, ask, left_out, digest } = self;
+        let Self { app, call_id, voice, key, mode, agent, target, ask, left_out, digest, started } = self;
         let unsent = ask.body.to_bytes(&[]);
         let mut progress = Progress::default();
         let sent_any = AtomicBool::new(false);
-        let started = Instant::now();
+        let began_asking = started.elapsed();
         let end = {
             let call = app.upstream.call(ask, &mut progress, &sent_any);
             // A call that was still held has cost nothing yet.
@@ -97,6 +102,8 @@ impl Call {
                 () = seat.is_abandoned(grace) => None,
             }
         };
+        let asking = started.elapsed() - began_asking;
+        app.metrics.upstream(&target.model, asking, progress.retries);
         let abandoned = end.is_none();
         if abandoned && progress.sent.is_none() {
             tracing::info!(
@@ -109,6 +116,7 @@ impl Call {
         let end = end.unwrap_or_else(|| End::Failed(abandoned_error()));
         let client_present = !abandoned && seat.is_taken();
         if !client_present {
+            app.metrics.hung_up();
             tracing::info!(
                 rollout = key.rollout_id,
                 attempt = key.attempt_id,
@@ -139,7 +147,7 @@ impl Call {
             stream: voice.stream,
             agent: agent.as_deref(),
             left_out: &left_out,
-            latency_ms: started.elapsed().as_secs_f64() * 1000.0,
+            latency_ms: asking.as_secs_f64() * 1000.0,
             http_status,
         };
         let finished = Finished {
@@ -155,11 +163,19 @@ impl Call {
             client_present,
             key,
         };
+        let recording = Instant::now();
         let recorded = app.recorder.record(finished).await?;
-        match end {
-            End::Failed(error) => Err(error),
-            End::Answered(answer) => Ok((Reply::tell(answer, voice, &call_id).await?, recorded)),
+        let commit = recording.elapsed();
+        for &(outcome, joint) in &recorded.answers {
+            app.metrics.answer(outcome, joint);
         }
+        app.metrics.call(voice.dialect.name(), mode.name(), http_status);
+        let reply = match end {
+            End::Failed(error) => Err(error),
+            End::Answered(answer) => Reply::tell(answer, voice, &call_id).await,
+        };
+        app.metrics.overhead(started.elapsed() - asking, commit);
+        Ok((reply?, recorded))
     }
 }
 

@@ -2,6 +2,7 @@
 //! dialect's own words, errors too.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use agl_core::rollout::Rollout;
 use axum::extract::{Path, Request, State};
@@ -155,6 +156,7 @@ async fn answer(
         let caller = admit(app, place, request.headers(), request.uri()).await?;
         let path = request.uri().path().to_owned();
         let raw = read_body(app, request).await?;
+        let started = Instant::now();
         let is_large = raw.len() > LARGE_BODY_BYTES;
         let remembered = Remembered { app: Arc::clone(app), key: caller.key.clone() };
         let prepare = move || {
@@ -166,7 +168,7 @@ async fn answer(
         } else {
             prepare()?
         };
-        reply::give(app, caller, prepared, digest).await
+        reply::give(app, caller, prepared, digest, started).await
     };
     answered.await.unwrap_or_else(|error: ApiError| dialect.error(error).into_response())
 }

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use agl_core::trajectory::{Assembly, CallOutcome, CallRow, Delivery, Level, NewCall, TokenTree, TreeError};
+use agl_core::trajectory::{
+    Assembly, CallOutcome, CallRow, Continuation, Delivery, Level, NewCall, TokenTree, TreeError,
+};
 use agl_store::{CallRecord, Settlement, SharedStore, StoreError, StoredCall};
 use bytes::Bytes;
 use serde_json::{Map, Value};
@@ -79,6 +81,8 @@ pub(crate) struct Recorded {
     answered: bool,
     /// The harness has the answer, as far as is known.
     delivered: bool,
+    /// What each of its answers came to.
+    pub(crate) answers: Vec<(CallOutcome, Continuation)>,
 }
 
 /// What came of it.
@@ -160,12 +164,15 @@ impl Recorder {
         let delivered = call.client_present;
         let (record, answered) = attempt.add(call).map_err(|source| RecordError::of_tree(&key, source))?;
         let seqs = record.rows.iter().map(|row| row.seq).collect();
+        let continuation = |row: &CallRow| attempt.tree.continuation(row.seq).map(|how| (row.outcome, how));
+        let answers = record.rows.iter().map(continuation).collect::<Result<_, _>>();
+        let answers = answers.map_err(|source| RecordError::of_tree(&key, source))?;
         if let Err(error) = self.store.record_call(record).await {
             // The tree holds rows that the store does not: it is read anew by whoever comes next.
             *guard = None;
             return Err(error.into());
         }
-        let recorded = Recorded { call_id, seqs, answered, delivered };
+        let recorded = Recorded { call_id, seqs, answered, delivered, answers };
         if answered {
             loaded(&mut guard)?.note(digest, recorded.clone());
         }
@@ -335,7 +342,7 @@ impl AttemptTree {
             Some(newest) => newest.seqs.push(row.seq),
             None => {
                 let (call_id, seqs) = (row.call_id.clone(), vec![row.seq]);
-                self.note(digest, Recorded { call_id, seqs, answered: true, delivered });
+                self.note(digest, Recorded { call_id, seqs, answered: true, delivered, answers: Vec::new() });
             }
         }
     }

@@ -32,6 +32,7 @@ use crate::app::App;
 use crate::config::duration;
 use crate::dialect::{Detail, Dialect, Voice, sse};
 use crate::error::ApiError;
+use crate::metrics::Repeated;
 
 /// What the harness gets.
 pub(crate) struct Reply {
@@ -82,18 +83,22 @@ pub(crate) async fn give(
     caller: Caller,
     prepared: Prepared,
     digest: [u8; 32],
+    started: std::time::Instant,
 ) -> Result<Response, ApiError> {
     let (key, voice, is_retry) = (caller.key.clone(), prepared.voice.clone(), caller.is_retry);
     let (taker, waiter) = wait();
     let call_id = match app.flights.join(&key, digest, is_retry, taker) {
-        Ok(call_id) => call_id,
+        Ok(call_id) => {
+            app.metrics.repeated(Repeated::Joined);
+            call_id
+        }
         Err(taker) => {
             if let Some(recorded) = app.recorder.recorded(&key, &digest, is_retry).await?
                 && let Some(response) = replay(app, &key, digest, recorded, &voice).await?
             {
                 return Ok(response);
             }
-            let call = Call::new(app, caller, prepared, digest).await?;
+            let call = Call::new(app, caller, prepared, digest, started).await?;
             let call_id = call.call_id.clone();
             let seat = app.flights.board(&key, digest, &call_id, taker);
             let running = Arc::clone(&app.calls).acquire_owned().await;
@@ -136,6 +141,7 @@ async fn replay(
         UpstreamAnswer { status: StatusCode::OK, content_type: Some(JSON), retry_after: None, body: body.into() };
     let call_id = recorded.call_id.clone();
     tracing::info!(rollout = key.rollout_id, attempt = key.attempt_id, call_id, "a retry gets the recorded answer");
+    app.metrics.repeated(Repeated::Recorded);
     let reply = Reply::tell(answer, voice.clone(), &call_id).await?;
     let reply = reply.handed_over(app.recorder.hand_over(key, digest, recorded).await);
     Ok(Some(named(whole(Ok(reply), voice.dialect), &call_id)))

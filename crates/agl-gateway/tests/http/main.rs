@@ -5,6 +5,7 @@ mod attempts;
 mod delivery;
 mod dialects;
 mod events;
+mod health;
 mod models;
 mod pause;
 mod proxy;
