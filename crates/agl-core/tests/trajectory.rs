@@ -308,12 +308,14 @@ fn a_call_is_told_apart_by_how_it_continues() {
         Call::new(&[1, 2, 6], &[5]),
         // Another conversation with the same beginning.
         Call::new(&[1, 4], &[5]),
+        // The same question once more.
+        Call::new(&[1, 4], &[5]),
     ];
     let (tree, _) = record(&calls);
-    let found: Vec<Continuation> = (0..5).map(|seq| tree.continuation(seq).unwrap()).collect();
-    use Continuation::{Break, Merge, New};
-    assert_eq!(found, [New, Merge, Break, Break, New]);
-    assert_eq!(tree.continuation(5), Err(TreeError::UnknownCall { seq: 5 }));
+    let found: Vec<Continuation> = (0..6).map(|seq| tree.continuation(seq).unwrap()).collect();
+    use Continuation::{Branch, Break, Merge, New};
+    assert_eq!(found, [New, Merge, Break, Break, New, Branch]);
+    assert_eq!(tree.continuation(6), Err(TreeError::UnknownCall { seq: 6 }));
 }
 
 #[test]

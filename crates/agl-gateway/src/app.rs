@@ -52,7 +52,7 @@ impl App {
         let servers = Arc::new(Servers::load(Arc::clone(&store)).await?);
         let upstream = Upstream::new(&config, Arc::clone(&gate), Arc::clone(&servers))?;
         let recorder = Recorder::start(Arc::clone(&store));
-        Ok(Arc::new(Self {
+        let app = Arc::new(Self {
             config,
             started_at: clock::now(),
             store,
@@ -67,7 +67,9 @@ impl App {
             flights: Arc::default(),
             calls: Arc::new(Semaphore::new(ALL_CALLS as usize)),
             stopping: watch::Sender::new(false),
-        }))
+        });
+        tokio::spawn(tidy_metrics(Arc::downgrade(&app)));
+        Ok(app)
     }
 
     /// What the request may do on the URLs of this attempt. The signature is checked first, then whether the key has ended.
@@ -89,5 +91,15 @@ impl App {
             return Err(ApiError::forbidden(format!("Rollout {rollout_id} has ended, and its agent's key with it")));
         }
         Ok(access)
+    }
+}
+
+/// Samples must not pile up where nobody asks for the metrics.
+async fn tidy_metrics(app: std::sync::Weak<App>) {
+    const EVERY: std::time::Duration = std::time::Duration::from_secs(5);
+    loop {
+        tokio::time::sleep(EVERY).await;
+        let Some(app) = app.upgrade() else { return };
+        app.metrics.tidy();
     }
 }

@@ -182,6 +182,12 @@ impl GatewayConfig {
         if let Some((name, seconds)) = unusable {
             return Some((name, format!("{seconds} is no number of seconds from 0 up to a year")));
         }
+        if self.stream_keep_alive_seconds == 0.0 {
+            return Some((
+                "stream_keep_alive_seconds",
+                "0 would never stop saying that it waits; 10 is usual".to_owned(),
+            ));
+        }
         if self.upstream.max_attempts == 0 {
             return Some(("upstream.max_attempts", "0 would never call the server; 1 calls it once".to_owned()));
         }

@@ -77,9 +77,12 @@ impl Metrics {
         ] {
             self.0.register_gauge(&Key::from_name(name), &METADATA).set(value);
         }
-        let handle = self.0.handle();
-        handle.run_upkeep();
-        handle.render()
+        self.0.handle().render()
+    }
+
+    /// Sorts the samples taken into their buckets; to be done now and then, also where nobody asks for the metrics.
+    pub(crate) fn tidy(&self) {
+        self.0.handle().run_upkeep();
     }
 
     /// A call that has been answered.
@@ -120,6 +123,7 @@ impl Metrics {
             (CallOutcome::Ok, Continuation::New) => "new",
             (CallOutcome::Ok, Continuation::Merge) => "merge",
             (CallOutcome::Ok, Continuation::Break) => "break",
+            (CallOutcome::Ok, Continuation::Branch) => "branch",
         };
         self.counter(ANSWERS, vec![label("kind", kind)]).increment(1);
     }

@@ -4,7 +4,7 @@
 //! * [`memory`] — for tests and throw-away runs: nothing survives the process.
 //! * [`sqlite`] — the default: one file, one writer thread with group commit.
 //! * [`record`] — what goes in and comes out, beside the types of `agl-core`.
-//! * [`body`] — compressed request and response bodies.
+//! * [`body`] — compressed request and response bodies, each behind the one that it continues.
 
 use std::sync::Arc;
 
@@ -14,6 +14,7 @@ use agl_core::rollout::{Rollout, StatusPatch};
 use async_trait::async_trait;
 use tokio::sync::watch;
 
+mod bases;
 pub mod body;
 mod codec;
 mod error;

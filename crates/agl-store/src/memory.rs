@@ -1,15 +1,17 @@
 //! A store in memory: for tests and throw-away runs. The reference for what the other stores must do.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use agl_core::attempt::{Attempt, AttemptPatch};
 use agl_core::event::{Event, EventCreate, MODEL_REQUEST};
 use agl_core::rollout::{Rollout, StatusPatch};
 use agl_core::trajectory::{CallOutcome, CallRow, Delivery};
 use async_trait::async_trait;
+use bytes::Bytes;
 use tokio::sync::watch;
 
+use crate::bases::{Bases, Kept, Packed, Said, pack};
 use crate::record::{
     AttemptDetail, CallRecord, Change, ChangeKind, LastCall, Pause, RegisteredModel, RolloutQuery, Settlement,
     StoredCall, StoredEvent, TerminalItem, TerminalPage, run_id_of,
@@ -22,6 +24,7 @@ use crate::{Body, Store, StoreError};
 #[derive(Debug)]
 pub struct MemoryStore {
     content: Mutex<Content>,
+    bases: Bases<()>,
     newest_change: watch::Sender<u64>,
 }
 
@@ -53,7 +56,7 @@ impl MemoryStore {
     /// An empty store.
     #[must_use]
     pub fn new() -> Self {
-        Self { content: Mutex::new(Content::default()), newest_change: watch::Sender::new(0) }
+        Self { content: Mutex::new(Content::default()), bases: Bases::default(), newest_change: watch::Sender::new(0) }
     }
 
     fn content(&self) -> Result<MutexGuard<'_, Content>, StoreError> {
@@ -161,6 +164,7 @@ impl Store for MemoryStore {
         let Some(number) = content.numbers.remove(rollout_id) else {
             return Ok(());
         };
+        self.bases.forget(rollout_id);
         content.rollouts.remove(&number);
         content.attempts.remove(rollout_id);
         content.events.remove(rollout_id);
@@ -305,7 +309,13 @@ impl Store for MemoryStore {
     }
 
     async fn record_call(&self, call: CallRecord) -> Result<(), StoreError> {
-        let (request, response) = compressed_bodies(&call).await?;
+        let base = self.bases.nearest(&call);
+        let Packed { request, response } = pack(&call, base).await?;
+        let keep = |raw: &Bytes, body: &Body| Kept { raw: raw.clone(), body: Arc::new(body.clone()), place: () };
+        let said = Said {
+            request: keep(&call.request, &request),
+            response: response.as_ref().map(|body| keep(&call.response, body)),
+        };
         let mut content = self.content()?;
         content.must_exist(&call.rollout_id)?;
         let status = call.data.get("status").and_then(|status| status.as_str()).unwrap_or_default().to_owned();
@@ -317,6 +327,7 @@ impl Store for MemoryStore {
             data: call.data,
         };
         let key = (call.rollout_id, call.attempt_id);
+        self.bases.keep(&key.0, &key.1, said);
         content.events.entry(key.0.clone()).or_default().push(StoredEvent { event, request: Some(request), response });
         content.last_calls.insert(key.clone(), LastCall { http_status: call.http_status, status });
         let rows = content.calls.entry(key).or_default();
@@ -425,18 +436,4 @@ pub(crate) fn terminal_item(rollout: &Rollout) -> TerminalItem {
 /// One more than the highest number among the ids; `"0"` for the first.
 pub(crate) fn next_attempt_id<'a>(known: impl Iterator<Item = &'a str>) -> String {
     known.filter_map(|id| id.parse::<u64>().ok()).max().map_or(0, |highest| highest.saturating_add(1)).to_string()
-}
-
-/// Bodies this large are compressed on a blocking thread; smaller ones take less time than changing threads does.
-const LARGE_BODY_BYTES: usize = 64 * 1024;
-
-/// The request's body and, if one came, the response's.
-pub(crate) async fn compressed_bodies(call: &CallRecord) -> Result<(Body, Option<Body>), StoreError> {
-    let (request, response) = (call.request.clone(), call.response.clone());
-    let large = request.len() + response.len() > LARGE_BODY_BYTES;
-    let compress = move || {
-        let packed = if response.is_empty() { None } else { Some(Body::compress(&response)?) };
-        Ok((Body::compress(&request)?, packed))
-    };
-    if large { tokio::task::spawn_blocking(compress).await.unwrap_or(Err(StoreError::Closed)) } else { compress() }
 }

@@ -419,3 +419,66 @@ async fn a_list_leaves_out_no_state_however_often_and_in_whatever_order_they_are
         assert!(store.list_rollouts(query(&[])).await.unwrap().is_empty());
     }
 }
+
+/// What a harness sends in its turn: all it sent before, and something new.
+fn turn(agent: &str, number: u64) -> CallRecord {
+    let said = |number: u64| -> String {
+        let words = (1..200_u64).map(|word| word.wrapping_mul(number + 3).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        words.map(|word| format!("{word:x} ")).collect()
+    };
+    let messages: Vec<String> = (0..=number).map(|number| format!("{agent} {}", said(number))).collect();
+    CallRecord {
+        request: json!({"model": "policy", "messages": messages}).to_string().into(),
+        response: json!({"prompt_token_ids": messages, "choices": []}).to_string().into(),
+        ..call(vec![row(0, Delivery::Delivered)])
+    }
+}
+
+#[tokio::test]
+async fn bodies_come_back_whole_however_they_are_stored() {
+    for Opened { store, .. } in &both().await {
+        store.create_rollouts(vec![rollout("r"), rollout("s")]).await.unwrap();
+        let mut sent = Vec::new();
+        let mut seq = 0;
+        for number in 0..80 {
+            // A main agent and its sub-agent take turns, beside another rollout.
+            for (rollout_id, agent) in [("r", "main"), ("r", "sub"), ("s", "main")] {
+                let mut turn = turn(agent, number);
+                turn.rows = vec![CallRow { parent: None, shared_prefix: 0, ..row(seq, Delivery::Delivered) }];
+                turn.rollout_id = rollout_id.to_owned();
+                seq += 1;
+                if rollout_id == "r" {
+                    sent.push((turn.request.clone(), turn.response.clone()));
+                }
+                store.record_call(turn).await.unwrap();
+            }
+        }
+        let events = store.events("r", "0", None).await.unwrap();
+        let (mut raw, mut stored) = (0, 0);
+        for (event, (request, response)) in events.into_iter().zip(&sent) {
+            for (body, expected) in [(event.request.unwrap(), request), (event.response.unwrap(), response)] {
+                assert_eq!(&body.read().unwrap(), expected);
+                raw += expected.len();
+                stored += body.stored().len();
+            }
+        }
+        assert!(stored * 10 < raw, "{stored} bytes for {raw}");
+    }
+}
+
+#[tokio::test]
+async fn a_rollout_that_is_deleted_and_made_anew_does_not_lean_on_what_is_gone() {
+    for Opened { store, .. } in &both().await {
+        for round in 0..2 {
+            store.create_rollouts(vec![rollout("r")]).await.unwrap();
+            for number in 0..3 {
+                let rows = vec![CallRow { parent: None, shared_prefix: 0, ..row(number, Delivery::Delivered) }];
+                store.record_call(CallRecord { rows, ..turn("main", number + round) }).await.unwrap();
+            }
+            for (number, event) in (0..).zip(store.events("r", "0", None).await.unwrap()) {
+                assert_eq!(event.request.unwrap().read().unwrap(), turn("main", number + round).request);
+            }
+            store.delete_rollout("r").await.unwrap();
+        }
+    }
+}

@@ -61,7 +61,7 @@ async fn a_database_of_another_version_is_refused_by_name() {
     SqliteStore::open(&path).await.unwrap().close().await;
     Connection::open(&path).unwrap().pragma_update(None, "user_version", 999).unwrap();
     let refused = SqliteStore::open(&path).await.unwrap_err();
-    assert!(matches!(refused, StoreError::DatabaseVersion { found: 999, supported: 1, .. }));
+    assert!(matches!(refused, StoreError::DatabaseVersion { found: 999, supported: 2, .. }));
     let message = refused.to_string();
     assert!(
         message.contains("agl.db") && message.contains("999") && message.contains("name another file"),
@@ -97,4 +97,36 @@ async fn a_second_gateway_on_the_same_file_is_refused() {
     assert!(matches!(SqliteStore::open(&path).await.unwrap_err(), StoreError::InUse { .. }));
     first.close().await;
     SqliteStore::open(&path).await.unwrap();
+}
+
+#[tokio::test]
+async fn bodies_of_before_a_restart_are_read_and_stood_beside_by_those_of_after_it() {
+    let (_folder, path) = fresh();
+    let call = |seq: u64| {
+        let text: String =
+            (0..400 * (seq + 1)).map(|word| format!("{:x} ", word.wrapping_mul(0x9E37_79B9_7F4A_7C15))).collect();
+        agl_store::CallRecord {
+            rollout_id: "r".to_owned(),
+            attempt_id: "0".to_owned(),
+            timestamp: 1.0,
+            data: serde_json::Map::new(),
+            request: text.clone().into(),
+            response: text.into(),
+            rows: Vec::new(),
+            request_digest: [0; 32],
+            http_status: 200,
+            supersedes: Vec::new(),
+        }
+    };
+    for round in 0..2 {
+        let store = SqliteStore::open(&path).await.unwrap();
+        store.create_rollouts(vec![rollout("r")]).await.unwrap();
+        for seq in 0..3 {
+            store.record_call(call(3 * round + seq)).await.unwrap();
+        }
+        for (seq, event) in (0..).zip(store.events("r", "0", None).await.unwrap()) {
+            assert_eq!(event.response.unwrap().read().unwrap(), call(seq).response);
+        }
+        store.close().await;
+    }
 }

@@ -40,6 +40,8 @@ pub enum Continuation {
     Merge,
     /// It continues an earlier call's prompt, but not its answer to the end.
     Break,
+    /// It asks just what an earlier call was asked: another draw.
+    Branch,
 }
 
 /// Why a row cannot be part of a tree. None of these is repaired in silence.
@@ -243,13 +245,16 @@ impl TokenTree {
         Ok(())
     }
 
-    /// Says what became of an answer after it was recorded.
+    /// Says what became of an answer after it was recorded. One that is superseded stays so.
     ///
     /// # Errors
     /// [`TreeError::UnknownCall`].
     pub fn set_delivery(&mut self, seq: u64, delivery: Delivery) -> Result<(), TreeError> {
         let index = self.position(seq).ok_or(TreeError::UnknownCall { seq })?;
-        self.calls[index].delivery = delivery;
+        // As in the stores: what a retry has replaced stays so.
+        if self.calls[index].delivery != Delivery::Superseded {
+            self.calls[index].delivery = delivery;
+        }
         Ok(())
     }
 
@@ -263,6 +268,9 @@ impl TokenTree {
         let Some(mut before) = call.parent else { return Ok(Continuation::New) };
         if call.shared_prefix == self.depth(self.calls[known(before)?].path_end) {
             return Ok(Continuation::Merge);
+        }
+        if call.shared_prefix == self.depth(call.prompt_end) {
+            return Ok(Continuation::Branch);
         }
         // They part somewhere on the way: behind the prompt of an earlier call, or in what all conversations begin with.
         loop {

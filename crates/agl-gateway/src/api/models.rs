@@ -24,6 +24,10 @@ pub(super) async fn register(
     for (index, model) in models.iter().enumerate() {
         check_endpoint(&model.endpoint, index)?;
         check_kind(&model.kind, index)?;
+        // Otherwise anybody could have any variable of this process sent to an address of theirs.
+        if model.api_key_env.is_some() && app.config.key.is_empty() {
+            return Err(ApiError::forbidden("`api_key_env` needs a gateway with a server key: set `key`"));
+        }
     }
     app.servers.register(models.clone()).await?;
     Ok((StatusCode::CREATED, Json(models)))

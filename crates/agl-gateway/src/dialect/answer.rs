@@ -96,6 +96,9 @@ impl ToolCall {
     /// The arguments as an object. What the model wrote that is none is passed on under `invalid_arguments`, for the harness
     /// to refuse in its own words.
     pub(crate) fn object(&self) -> Value {
+        if self.arguments.trim().is_empty() {
+            return json!({});
+        }
         match serde_json::from_str(&self.arguments) {
             Ok(object @ Value::Object(_)) => object,
             _ => json!({"invalid_arguments": self.arguments}),

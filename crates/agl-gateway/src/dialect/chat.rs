@@ -23,7 +23,8 @@ pub(crate) fn stream(answer: &Value, dialect: Dialect, include_usage: bool) -> O
         Value::Object(chunk)
     };
     let mut events = String::new();
-    for (position, choice) in answer.get("choices")?.as_array()?.iter().enumerate() {
+    let choices = answer.get("choices")?.as_array().filter(|choices| !choices.is_empty())?;
+    for (position, choice) in choices.iter().enumerate() {
         let index = choice.get("index").cloned().unwrap_or_else(|| position.into());
         let deltas = if dialect == Dialect::Chat { chat_deltas(choice) } else { completion_deltas(choice) };
         let last = deltas.len().saturating_sub(1);
@@ -70,9 +71,10 @@ fn chat_deltas(choice: &Value) -> Vec<Map<String, Value>> {
             deltas.push(delta(json!({ key.as_str(): value })));
         }
     }
-    for (index, call) in choice["message"]["tool_calls"].as_array().into_iter().flatten().enumerate() {
+    let calls = choice["message"]["tool_calls"].as_array().into_iter().flatten();
+    for (index, call) in calls.filter_map(Value::as_object).enumerate() {
         let mut call = call.clone();
-        call["index"] = index.into();
+        call.insert("index".to_owned(), index.into());
         deltas.push(delta(json!({"tool_calls": [call]})));
     }
     deltas.push(delta(json!({})));

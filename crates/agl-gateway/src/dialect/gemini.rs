@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::answer::{ChatAnswer, Finish, ToolCall};
 use super::fields::{Fields, LeftOut, Unreadable};
 use super::messages::arguments_text;
-use super::{Detail, Dialect, Translated, Voice};
+use super::{Detail, Dialect, Translated, Voice, fit_tool_choice};
 
 /// The request as chat completions. Model and streaming stand in the URL.
 pub(crate) fn request(body: Value, model: &str, stream: bool, as_events: bool) -> Result<Translated, Unreadable> {
@@ -41,6 +41,7 @@ pub(crate) fn request(body: Value, model: &str, stream: bool, as_events: bool) -
     if let Some(config) = fields.take_either("toolConfig", "tool_config") {
         add_tool_config(config, &mut chat, &mut left_out)?;
     }
+    fit_tool_choice(&mut chat, "toolConfig", &mut left_out);
     if let Some(config) = fields.take_either("generationConfig", "generation_config") {
         add_generation_config(config, &mut chat, &mut left_out)?;
     }
@@ -142,8 +143,13 @@ fn add_content(
         if let Some(data) = part.take_either("inlineData", "inline_data") {
             let mut data = Fields::of(data, &format!("{PART}.inlineData"))?;
             let kind = data.take_either("mimeType", "mime_type").and_then(|kind| kind.as_str().map(str::to_owned));
-            let url = format!("data:{};base64,{}", kind.unwrap_or_default(), data.needed_text("data")?);
-            said.push(json!({"type": "image_url", "image_url": {"url": url}}));
+            let (kind, bytes) = (kind.unwrap_or_default(), data.needed_text("data")?);
+            if kind.starts_with("image/") && !is_model {
+                let url = format!("data:{kind};base64,{bytes}");
+                said.push(json!({"type": "image_url", "image_url": {"url": url}}));
+            } else {
+                left_out.insert(format!("{PART}.inlineData.{kind}"));
+            }
             data.finish(left_out);
         }
         part.finish(left_out);
@@ -213,19 +219,18 @@ fn add_tool_config(config: Value, chat: &mut Map<String, Value>, left_out: &mut 
     if let Some(calling) = config.take_either("functionCallingConfig", "function_calling_config") {
         let mut calling = Fields::of(calling, "toolConfig.functionCallingConfig")?;
         let allowed = calling.take_either("allowedFunctionNames", "allowed_function_names");
-        let choice = match calling.text("mode")?.as_deref() {
-            Some("ANY") => match allowed.as_ref().and_then(Value::as_array).map(Vec::as_slice) {
-                Some([name]) => json!({"type": "function", "function": {"name": name}}),
-                other => {
-                    if other.is_some_and(|names| !names.is_empty()) {
-                        left_out.insert("toolConfig.functionCallingConfig.allowedFunctionNames".to_owned());
-                    }
-                    json!("required")
-                }
-            },
-            Some("NONE") => json!("none"),
+        let names = allowed.as_ref().and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        let mode = calling.text("mode")?.unwrap_or_default();
+        let choice = match (mode.as_str(), names) {
+            ("ANY", [name]) => json!({"type": "function", "function": {"name": name}}),
+            ("ANY", _) => json!("required"),
+            ("NONE", _) => json!("none"),
             _ => json!("auto"),
         };
+        let is_said = names.is_empty() || (mode == "ANY" && names.len() == 1);
+        if !is_said {
+            left_out.insert(calling.path("allowedFunctionNames"));
+        }
         chat.insert("tool_choice".to_owned(), choice);
         calling.finish(left_out);
     }

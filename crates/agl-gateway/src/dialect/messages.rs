@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::answer::{ChatAnswer, Finish, Usage};
 use super::fields::{Fields, LeftOut, Unreadable};
-use super::{Detail, Dialect, Translated, Voice, sse};
+use super::{Detail, Dialect, Translated, Voice, fit_tool_choice, lead_with_system, sse};
 
 /// The request as chat completions.
 pub(crate) fn request(body: Value) -> Result<Translated, Unreadable> {
@@ -29,7 +29,7 @@ pub(crate) fn request(body: Value) -> Result<Translated, Unreadable> {
     for message in list {
         add_message(message, &mut messages, &mut left_out)?;
     }
-    chat.insert("messages".to_owned(), messages.into());
+    chat.insert("messages".to_owned(), lead_with_system(messages).into());
     if let Some(tools) = fields.list("tools")? {
         let tools: Vec<Value> = tools
             .into_iter()
@@ -42,6 +42,7 @@ pub(crate) fn request(body: Value) -> Result<Translated, Unreadable> {
     if let Some(choice) = fields.take("tool_choice") {
         add_tool_choice(choice, &mut chat, &mut left_out)?;
     }
+    fit_tool_choice(&mut chat, "tool_choice", &mut left_out);
     for (key, chat_key) in [
         ("max_tokens", "max_tokens"),
         ("temperature", "temperature"),
@@ -115,7 +116,7 @@ fn assistant(blocks: Vec<Value>, left_out: &mut LeftOut) -> Result<Value, Unread
             "text" => texts += &block.needed_text("text")?,
             "thinking" => {
                 thoughts += &block.needed_text("thinking")?;
-                // Ours, and empty: it signs nothing.
+                // Ours: it signs nothing.
                 block.take("signature");
             }
             "tool_use" => {
@@ -182,12 +183,13 @@ fn add_user(blocks: Vec<Value>, messages: &mut Vec<Value>, left_out: &mut LeftOu
             "tool_result" => {
                 let id = block.needed_text("tool_use_id")?;
                 let (text, images) = tool_result(block.take("content"), left_out)?;
-                // Chat completions have no mark for a result that is an error: its text says so.
-                if block.is_true("is_error") && text.is_empty() {
-                    messages.push(json!({"role": "tool", "tool_call_id": id, "content": "error"}));
-                } else {
-                    messages.push(json!({"role": "tool", "tool_call_id": id, "content": text}));
+                // Chat completions have no mark for a result that is an error; its text mostly says so.
+                let is_error = block.is_true("is_error");
+                if is_error && !text.is_empty() {
+                    left_out.insert(block.path("is_error"));
                 }
+                let text = if is_error && text.is_empty() { "error".to_owned() } else { text };
+                messages.push(json!({"role": "tool", "tool_call_id": id, "content": text}));
                 parts.extend(images);
             }
             other => {
@@ -284,7 +286,7 @@ fn add_tool_choice(choice: Value, chat: &mut Map<String, Value>, left_out: &mut 
 pub(crate) fn answer(answer: &ChatAnswer, model: Option<&str>, call_id: &str) -> Value {
     let mut content = Vec::new();
     if let Some(thinking) = &answer.reasoning {
-        content.push(json!({"type": "thinking", "thinking": thinking, "signature": ""}));
+        content.push(json!({"type": "thinking", "thinking": thinking, "signature": SIGNATURE}));
     }
     if let Some(text) = &answer.text {
         content.push(json!({"type": "text", "text": text}));
@@ -305,6 +307,9 @@ pub(crate) fn answer(answer: &ChatAnswer, model: Option<&str>, call_id: &str) ->
         "stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": usage(answer.usage),
     })
 }
+
+/// It signs nothing, but harnesses take thinking without a signature for text.
+const SIGNATURE: &str = "agl";
 
 fn usage(usage: Usage) -> Value {
     json!({

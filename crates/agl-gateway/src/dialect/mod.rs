@@ -155,8 +155,8 @@ impl Voice {
     pub(crate) fn keep_alive(&self) -> &'static str {
         match self.dialect {
             Dialect::Messages => "event: ping\ndata: {\"type\": \"ping\"}\n\n",
-            // Space before a JSON list means nothing.
-            Dialect::Gemini if matches!(self.detail, Detail::JsonList) => "\n",
+            // Google's clients take a comment for an answer. An empty line means nothing, in a list of events or of JSON.
+            Dialect::Gemini => "\n",
             _ => ": waiting for the model\n\n",
         }
     }
@@ -178,6 +178,45 @@ impl Voice {
             Dialect::Gemini => sse::data(&error.body),
         }
     }
+}
+
+/// Leaves out what cannot be chosen: a choice among no tools, or of a tool that was itself left out. Servers refuse both.
+pub(crate) fn fit_tool_choice(chat: &mut Map<String, Value>, path: &str, left_out: &mut LeftOut) {
+    let tools = chat.get("tools").and_then(Value::as_array).into_iter().flatten();
+    let names: Vec<Value> = tools.map(|tool| tool["function"]["name"].clone()).collect();
+    let is_possible = match chat.get("tool_choice") {
+        None => true,
+        Some(Value::String(_)) => !names.is_empty(),
+        Some(choice) => names.contains(&choice["function"]["name"]),
+    };
+    if !is_possible {
+        let choice = chat.shift_remove("tool_choice");
+        // Without tools these two say what is so anyway.
+        if !choice.is_some_and(|choice| choice == "auto" || choice == "none") {
+            left_out.insert(path.to_owned());
+        }
+    }
+    if names.is_empty() {
+        chat.shift_remove("parallel_tool_calls");
+    }
+}
+
+/// One system message, first: templates refuse others. What the system says later is the user's then.
+pub(crate) fn lead_with_system(messages: Vec<Value>) -> Vec<Value> {
+    let is_system = |message: &Value| message["role"] == "system" && message["content"].is_string();
+    let first = messages.iter().position(|message| !is_system(message)).unwrap_or(messages.len());
+    let texts: Vec<&str> = messages[..first].iter().filter_map(|message| message["content"].as_str()).collect();
+    let mut led = Vec::with_capacity(messages.len());
+    if !texts.is_empty() {
+        led.push(json!({"role": "system", "content": texts.join("\n\n")}));
+    }
+    led.extend(messages.into_iter().skip(first).map(|mut message| {
+        if message["role"] == "system" {
+            message["role"] = "user".into();
+        }
+        message
+    }));
+    led
 }
 
 /// The text of an error, wherever a server or the gateway itself put it.

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::answer::{ChatAnswer, Finish, ToolCall};
 use super::fields::{Fields, LeftOut, Unreadable};
-use super::{Detail, Dialect, Translated, Voice, sse};
+use super::{Detail, Dialect, Translated, Voice, fit_tool_choice, lead_with_system, sse};
 
 /// What the answer repeats of the request.
 #[derive(Clone, Debug, Default)]
@@ -14,7 +14,14 @@ pub(crate) struct Echo {
     repeated: Map<String, Value>,
     /// Tools that take free text: functions of one text for the model.
     free_text: Vec<String>,
+    /// The harness sends thoughts back only if they are sealed.
+    seals_thoughts: bool,
 }
+
+/// What a harness includes that cannot read thoughts but wants them to stay in the conversation (Codex).
+const SEALED_THOUGHTS: &str = "reasoning.encrypted_content";
+/// Marks a thought that we have sealed, which is to say: written there.
+const SEAL: &str = "agl:";
 
 /// The argument that holds what a free-text tool is to be given.
 const FREE_TEXT: &str = "input";
@@ -65,30 +72,42 @@ pub(crate) fn request(body: Value) -> Result<Translated, Unreadable> {
         }
         _ => return Err(Unreadable("input must be a text or a list of items".to_owned())),
     }
-    chat.insert("messages".to_owned(), conversation.messages.into());
-    let mut echo = Echo { repeated, free_text: Vec::new() };
+    chat.insert("messages".to_owned(), lead_with_system(conversation.messages).into());
+    let mut echo = Echo { repeated, ..Echo::default() };
+    if let Some(include) = fields.list("include")? {
+        for what in include {
+            match what.as_str() {
+                Some(SEALED_THOUGHTS) => echo.seals_thoughts = true,
+                other => {
+                    left_out.insert(format!("include[].{}", other.unwrap_or("?")));
+                }
+            }
+        }
+    }
     let mut tools = Vec::new();
     for tool in fields.list("tools")?.into_iter().flatten() {
         tools.extend(tool_definition(tool, &mut echo, &mut left_out)?);
     }
     if !tools.is_empty() {
         chat.insert("tools".to_owned(), tools.into());
-        // Without tools there is nothing to choose among, and servers refuse the field.
-        if let Some(choice) = fields.take("tool_choice").and_then(tool_choice) {
-            chat.insert("tool_choice".to_owned(), choice);
+    }
+    if let Some(choice) = fields.take("tool_choice") {
+        match tool_choice(&choice) {
+            Some(said) => drop(chat.insert("tool_choice".to_owned(), said)),
+            None => drop(left_out.insert("tool_choice".to_owned())),
         }
-        fields.carry("parallel_tool_calls", &mut chat, "parallel_tool_calls");
     }
-    for key in ["tool_choice", "parallel_tool_calls"] {
-        fields.take(key);
-    }
+    fields.carry("parallel_tool_calls", &mut chat, "parallel_tool_calls");
+    fit_tool_choice(&mut chat, "tool_choice", &mut left_out);
     for (key, chat_key) in [("max_output_tokens", "max_tokens"), ("temperature", "temperature"), ("top_p", "top_p")] {
         fields.carry(key, &mut chat, chat_key);
     }
     if let Some(text) = fields.take("text") {
         let mut text = Fields::of(text, "text")?;
-        if let Some(format) = text.take("format").and_then(response_format) {
-            chat.insert("response_format".to_owned(), format);
+        match text.take("format").map(response_format) {
+            Some(Format::Said(format)) => drop(chat.insert("response_format".to_owned(), format)),
+            Some(Format::Unknown) => drop(left_out.insert("text.format".to_owned())),
+            Some(Format::Plain) | None => {}
         }
         text.finish(&mut left_out);
     }
@@ -250,10 +269,16 @@ fn reasoning_text(fields: &mut Fields, left_out: &mut LeftOut) -> Result<String,
         }
         Ok(text)
     };
+    let sealed = fields.text("encrypted_content")?;
+    let sealed = sealed.as_deref().and_then(|text| text.strip_prefix(SEAL)).map(str::to_owned);
     let (summary, content) = (fields.take("summary"), fields.take("content"));
     let content = texts(content, "input[].content[]")?;
     let summary = texts(summary, "input[].summary[]")?;
-    Ok(if content.is_empty() { summary } else { content })
+    Ok(match sealed {
+        _ if !content.is_empty() => content,
+        Some(thought) => thought,
+        None => summary,
+    })
 }
 
 fn tool_definition(tool: Value, echo: &mut Echo, left_out: &mut LeftOut) -> Result<Option<Value>, Unreadable> {
@@ -285,20 +310,31 @@ fn tool_definition(tool: Value, echo: &mut Echo, left_out: &mut LeftOut) -> Resu
     Ok(Some(json!({"type": "function", "function": function})))
 }
 
-fn tool_choice(choice: Value) -> Option<Value> {
-    match choice.get("name") {
-        Some(name) => Some(json!({"type": "function", "function": {"name": name}})),
-        None => choice.is_string().then_some(choice),
+/// `None` where chat completions have no such choice.
+fn tool_choice(choice: &Value) -> Option<Value> {
+    match (choice, choice["type"].as_str()) {
+        (Value::String(_), _) => Some(choice.clone()),
+        (_, Some("function" | "custom")) => Some(json!({"type": "function", "function": {"name": choice["name"]}})),
+        _ => None,
     }
 }
 
+enum Format {
+    /// Text, which needs no word.
+    Plain,
+    Said(Value),
+    Unknown,
+}
+
 /// `text.format` names the schema beside its type; chat completions put it one level down.
-fn response_format(format: Value) -> Option<Value> {
-    let Value::Object(mut fields) = format else { return None };
-    match fields.shift_remove("type")?.as_str()? {
-        "json_schema" => Some(json!({"type": "json_schema", "json_schema": fields})),
-        "json_object" => Some(json!({"type": "json_object"})),
-        _ => None,
+fn response_format(format: Value) -> Format {
+    let Value::Object(mut fields) = format else { return Format::Unknown };
+    let kind = fields.shift_remove("type");
+    match kind.as_ref().and_then(Value::as_str) {
+        Some("text") => Format::Plain,
+        Some("json_schema") => Format::Said(json!({"type": "json_schema", "json_schema": fields})),
+        Some("json_object") => Format::Said(json!({"type": "json_object"})),
+        _ => Format::Unknown,
     }
 }
 
@@ -306,22 +342,31 @@ fn response_format(format: Value) -> Option<Value> {
 pub(crate) fn answer(answer: &ChatAnswer, echo: &Echo, call_id: &str) -> Value {
     let mut output = Vec::new();
     if let Some(thought) = &answer.reasoning {
-        output.push(json!({"id": format!("rs_{call_id}"), "type": "reasoning", "summary": [],
-            "content": [{"type": "reasoning_text", "text": thought}], "status": "completed"}));
+        let mut item = json!({"id": format!("rs_{call_id}"), "type": "reasoning", "summary": [],
+            "content": [{"type": "reasoning_text", "text": thought}], "status": "completed"});
+        if echo.seals_thoughts {
+            item["encrypted_content"] = format!("{SEAL}{thought}").into();
+        }
+        output.push(item);
     }
-    let is_whole = answer.finish != Finish::Length;
-    let status = if is_whole { "completed" } else { "incomplete" };
+    let cut = match answer.finish {
+        Finish::Length => Some("max_output_tokens"),
+        Finish::Filtered => Some("content_filter"),
+        Finish::Stop | Finish::StopText(_) | Finish::ToolCalls => None,
+    };
+    let status = if cut.is_some() { "incomplete" } else { "completed" };
     // An answer of nothing at all is still a message.
     if answer.text.is_some() || answer.tool_calls.is_empty() {
         let text = answer.text.as_deref().unwrap_or_default();
         output.push(json!({"id": format!("msg_{call_id}"), "type": "message", "status": status, "role": "assistant",
             "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}));
     }
-    output.extend(answer.tool_calls.iter().enumerate().map(|(index, call)| tool_call(call, index, echo, call_id)));
+    let calls = answer.tool_calls.iter().enumerate();
+    output.extend(calls.map(|(index, call)| tool_call(call, &format!("{call_id}_{index}"), status, echo)));
     let usage = answer.usage;
     let mut response = json!({
         "id": format!("resp_{call_id}"), "object": "response", "created_at": answer.created, "status": status,
-        "error": null, "incomplete_details": (!is_whole).then(|| json!({"reason": "max_output_tokens"})),
+        "error": null, "incomplete_details": cut.map(|reason| json!({"reason": reason})),
         "instructions": null, "max_output_tokens": null, "metadata": {}, "model": answer.model, "output": output,
         "parallel_tool_calls": true, "previous_response_id": null, "reasoning": {"effort": null, "summary": null},
         "store": false, "temperature": null, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
@@ -340,12 +385,12 @@ pub(crate) fn answer(answer: &ChatAnswer, echo: &Echo, call_id: &str) -> Value {
     response
 }
 
-fn tool_call(call: &ToolCall, index: usize, echo: &Echo, call_id: &str) -> Value {
+fn tool_call(call: &ToolCall, id: &str, status: &str, echo: &Echo) -> Value {
     let object = call.object();
     match object.get(FREE_TEXT).and_then(Value::as_str) {
-        Some(text) if echo.free_text.contains(&call.name) => json!({"id": format!("ctc_{call_id}_{index}"),
-            "type": "custom_tool_call", "status": "completed", "call_id": call.id, "name": call.name, "input": text}),
-        _ => json!({"id": format!("fc_{call_id}_{index}"), "type": "function_call", "status": "completed",
+        Some(text) if echo.free_text.contains(&call.name) => json!({"id": format!("ctc_{id}"),
+            "type": "custom_tool_call", "status": status, "call_id": call.id, "name": call.name, "input": text}),
+        _ => json!({"id": format!("fc_{id}"), "type": "function_call", "status": status,
             "arguments": call.arguments, "call_id": call.id, "name": call.name}),
     }
 }

@@ -70,9 +70,9 @@ impl Call {
         let landed = self.run(&mut seat).await;
         let waiting = seat.land();
         let outcome = match (landed, &waiting) {
-            (Ok((reply, recorded)), Some(_)) => Ok(reply.handed_over(recorder.hand_over(&key, digest, recorded).await)),
+            (Ok((reply, recorded)), Some(_)) => Ok(reply.handed_over(recorder.hand_over(&key, digest, recorded))),
             (Ok((_, recorded)), None) => {
-                recorder.leave_behind(&key, digest, recorded).await;
+                recorder.leave_behind(&key, digest, recorded);
                 return;
             }
             (Err(error), _) => Err(error),
@@ -103,7 +103,8 @@ impl Call {
             }
         };
         let asking = started.elapsed() - began_asking;
-        app.metrics.upstream(&target.model, asking, progress.retries);
+        let asked = progress.server.as_ref().map_or("unknown", |server| server.model.as_str());
+        app.metrics.upstream(asked, asking, progress.retries);
         let abandoned = end.is_none();
         if abandoned && progress.sent.is_none() {
             tracing::info!(
@@ -161,7 +162,7 @@ impl Call {
             http_status,
             trainable,
             client_present,
-            key,
+            key: key.clone(),
         };
         let recording = Instant::now();
         let recorded = app.recorder.record(finished).await?;
@@ -169,24 +170,30 @@ impl Call {
         for &(outcome, joint) in &recorded.answers {
             app.metrics.answer(outcome, joint);
         }
-        app.metrics.call(voice.dialect.name(), mode.name(), http_status);
+        let dialect = voice.dialect.name();
         let reply = match end {
             End::Failed(error) => Err(error),
             End::Answered(answer) => Reply::tell(answer, voice, &call_id).await,
         };
+        let told = reply.as_ref().map_or_else(|error| error.status, Reply::status).as_u16();
+        app.metrics.call(dialect, mode.name(), told);
         app.metrics.overhead(started.elapsed() - asking, commit);
-        Ok((reply?, recorded))
+        match reply {
+            Ok(reply) => Ok((reply, recorded)),
+            Err(error) => {
+                app.recorder.leave_behind(&key, digest, recorded);
+                Err(error)
+            }
+        }
     }
 }
 
 /// What the route says, then what the server was registered with; otherwise the policy is trained, unless it comes from an API of
 /// others.
 fn is_trainable(target: &Target, server: Option<&RegisteredModel>) -> bool {
-    let registered = server.is_none_or(|server| {
-        let gives_ids = Kind::from_name(&server.kind).is_none_or(Kind::gives_ids);
-        server.trainable.unwrap_or(target.is_policy && gives_ids)
-    });
-    target.trainable.unwrap_or(true) && registered
+    let registered = server.and_then(|server| server.trainable);
+    let gives_ids = server.and_then(|server| Kind::from_name(&server.kind)).is_none_or(Kind::gives_ids);
+    target.trainable.or(registered).unwrap_or(target.is_policy && gives_ids)
 }
 
 fn abandoned_error() -> ApiError {

@@ -47,7 +47,7 @@ async fn count(app: &App, caller: &Caller, request: Translated) -> Count {
             body[key] = value.clone();
         }
     }
-    match app.upstream.count_tokens(&model, &caller.key.rollout_id, &body).await {
+    match app.upstream.count_tokens(&model, &caller.key.rollout_id, &mut body).await {
         Some(tokens) => Count::Exact(tokens),
         None => {
             let said = body["messages"].to_string().len() + body["tools"].to_string().len();

@@ -101,7 +101,7 @@ pub(crate) async fn gemini(State(app): State<Arc<App>>, Path(mut place): Path<Pl
     let (model, verb) = path
         .rsplit_once(':')
         .map_or((path.clone(), String::new()), |(model, verb)| (model.to_owned(), verb.to_owned()));
-    let as_events = request.uri().query().is_some_and(|query| query.split('&').any(|pair| pair == "alt=sse"));
+    let as_events = wants_events(request.uri());
     match verb.as_str() {
         "generateContent" | "streamGenerateContent" => {
             let stream = verb == "streamGenerateContent";
@@ -154,14 +154,19 @@ async fn answer(
 ) -> Response {
     let answered = async {
         let caller = admit(app, place, request.headers(), request.uri()).await?;
-        let path = request.uri().path().to_owned();
+        let place = format!(
+            "{}\n{}\n{}",
+            request.uri().path(),
+            wants_events(request.uri()),
+            caller.agent.as_deref().unwrap_or_default()
+        );
         let raw = read_body(app, request).await?;
         let started = Instant::now();
         let is_large = raw.len() > LARGE_BODY_BYTES;
         let remembered = Remembered { app: Arc::clone(app), key: caller.key.clone() };
         let prepare = move || {
             let prepared = prepare(&raw, &remembered)?;
-            Ok::<_, ApiError>((prepared, digest(&raw, &path)))
+            Ok::<_, ApiError>((prepared, digest(&raw, &place)))
         };
         let (prepared, digest) = if is_large {
             tokio::task::spawn_blocking(prepare).await.map_err(|_| RecordError::Lost)??
@@ -171,6 +176,11 @@ async fn answer(
         reply::give(app, caller, prepared, digest, started).await
     };
     answered.await.unwrap_or_else(|error: ApiError| dialect.error(error).into_response())
+}
+
+/// Gemini streams a JSON list unless it is asked for events.
+fn wants_events(uri: &Uri) -> bool {
+    uri.query().is_some_and(|query| query.split('&').any(|pair| pair == "alt=sse"))
 }
 
 /// What earlier answers of the attempt said to the letter.

@@ -1,15 +1,12 @@
 //! Calls under way, and whoever waits for their answers. A harness that hangs up and asks the same again does not cost a second
-//! answer: it takes its seat in the call that still runs.
-//!
-//! An equal call joins where the connection of the first is gone, or where it says that it is a retry. Equal calls that are
-//! made beside each other on purpose stay apart.
+//! answer: it takes its seat in the call that still runs, once the connection of the first is gone. Equal calls that are made
+//! beside each other stay apart.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, oneshot};
 
 use super::recorder::AttemptKey;
 use super::reply::Reply;
@@ -48,9 +45,16 @@ pub(crate) struct Flights(Mutex<HashMap<Question, Vec<Arc<Flight>>>>);
 
 struct Flight {
     call_id: String,
-    /// Its connection is gone.
-    orphaned: AtomicBool,
-    takers: mpsc::UnboundedSender<Taker>,
+    /// Guarded by the map's lock: who joins and who leaves see one order.
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    /// Its connection is gone: somebody may take the seat.
+    orphaned: bool,
+    newcomer: Option<Taker>,
 }
 
 /// A call's place among the flights, and whoever waits for it now.
@@ -59,7 +63,13 @@ pub(crate) struct Seat {
     question: Question,
     flight: Arc<Flight>,
     taker: Option<Taker>,
-    newcomers: mpsc::UnboundedReceiver<Taker>,
+}
+
+impl Flight {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Two fields that are set together: whole after every statement.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Flights {
@@ -68,93 +78,100 @@ impl Flights {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Joins an equal call under way, whose id is given back; or gives the taker back where there is none to join.
-    pub(crate) fn join(
-        &self,
-        key: &AttemptKey,
-        digest: [u8; 32],
-        is_retry: bool,
-        taker: Taker,
-    ) -> Result<String, Taker> {
+    /// Joins an equal call whose connection is gone, and gives its id; or gives the taker back where there is none.
+    pub(crate) fn join(&self, key: &AttemptKey, digest: [u8; 32], taker: Taker) -> Result<String, Taker> {
         let known = self.known();
         let equal = known.get(&(key.clone(), digest)).map_or(&[][..], Vec::as_slice);
-        let Some(flight) = equal.iter().find(|flight| is_retry || flight.orphaned.load(Ordering::SeqCst)) else {
-            return Err(taker);
-        };
-        flight.orphaned.store(false, Ordering::SeqCst);
-        // The seat stays open as long as the flight is known.
-        flight.takers.send(taker).map(|()| flight.call_id.clone()).map_err(|refused| refused.0)
+        let Some(flight) = equal.iter().find(|flight| flight.state().orphaned) else { return Err(taker) };
+        *flight.state() = State { orphaned: false, newcomer: Some(taker) };
+        flight.changed.notify_one();
+        Ok(flight.call_id.clone())
+    }
+
+    /// True while an equal call is under way.
+    pub(crate) fn has_equal(&self, key: &AttemptKey, digest: [u8; 32]) -> bool {
+        self.known().contains_key(&(key.clone(), digest))
     }
 
     /// Begins a flight.
     pub(crate) fn board(self: &Arc<Self>, key: &AttemptKey, digest: [u8; 32], call_id: &str, taker: Taker) -> Seat {
-        let (takers, newcomers) = mpsc::unbounded_channel();
-        let flight = Arc::new(Flight { call_id: call_id.to_owned(), orphaned: AtomicBool::new(false), takers });
+        let flight = Arc::new(Flight { call_id: call_id.to_owned(), state: Mutex::default(), changed: Notify::new() });
         let question = (key.clone(), digest);
         self.known().entry(question.clone()).or_default().push(Arc::clone(&flight));
-        Seat { flights: Arc::clone(self), question, flight, taker: Some(taker), newcomers }
+        Seat { flights: Arc::clone(self), question, flight, taker: Some(taker) }
     }
 }
 
 impl Seat {
-    /// Resolves once the connection is gone and no other has come for as long as `grace` says.
+    /// Resolves once the connection is gone and no other has come for as long as `grace` says; nobody can join any more then.
     pub(crate) async fn is_abandoned(&mut self, grace: impl Fn() -> Duration) {
         loop {
-            let is_taken = self.is_taken();
-            let gone = async {
-                match &mut self.taker {
+            if self.is_taken() {
+                if let Some(taker) = &mut self.taker {
                     // Resolves with an error: the other end is only ever dropped.
-                    Some(taker) if is_taken => drop((&mut taker.gone).await),
-                    _ => tokio::time::sleep(grace()).await,
+                    drop((&mut taker.gone).await);
                 }
-            };
+                continue;
+            }
             tokio::select! {
-                biased;
-                newcomer = self.newcomers.recv() => self.taker = newcomer.or(self.taker.take()),
-                () = gone => {
-                    if !is_taken {
+                () = self.flight.changed.notified() => {}
+                () = tokio::time::sleep(grace()) => {
+                    if self.leave() {
                         return;
                     }
-                    self.taker = None;
-                    self.flight.orphaned.store(true, Ordering::SeqCst);
                 }
             }
         }
     }
 
-    /// True while somebody waits for the answer.
+    /// True while somebody waits for the answer. Otherwise the seat is free from now on.
     pub(crate) fn is_taken(&mut self) -> bool {
-        self.welcome();
+        let _order = self.flights.known();
+        let mut state = self.flight.state();
+        if let Some(newcomer) = state.newcomer.take() {
+            self.taker = Some(newcomer);
+        }
         let is_there = |taker: &mut Taker| matches!(taker.gone.try_recv(), Err(oneshot::error::TryRecvError::Empty));
-        self.taker.as_mut().is_some_and(is_there)
+        let taken = self.taker.as_mut().is_some_and(is_there);
+        if !taken {
+            self.taker = None;
+        }
+        state.orphaned = !taken;
+        taken
     }
 
     /// Ends the flight: nobody can join any more. Gives whoever waits.
     pub(crate) fn land(mut self) -> Option<oneshot::Sender<Outcome>> {
-        self.leave();
+        self.forget();
         self.is_taken().then(|| self.taker.take()).flatten().map(|taker| taker.answer)
     }
 
-    /// The newest to come waits in place of the others.
-    fn welcome(&mut self) {
-        while let Ok(newcomer) = self.newcomers.try_recv() {
-            self.taker = Some(newcomer);
+    /// Leaves the flights unless somebody has just come.
+    fn leave(&self) -> bool {
+        let mut known = self.flights.known();
+        if self.flight.state().newcomer.is_some() {
+            return false;
         }
+        remove(&mut known, &self.question, &self.flight);
+        true
     }
 
-    fn leave(&self) {
-        let mut known = self.flights.known();
-        if let Some(equal) = known.get_mut(&self.question) {
-            equal.retain(|flight| !Arc::ptr_eq(flight, &self.flight));
-            if equal.is_empty() {
-                known.remove(&self.question);
-            }
+    fn forget(&self) {
+        remove(&mut self.flights.known(), &self.question, &self.flight);
+    }
+}
+
+fn remove(known: &mut HashMap<Question, Vec<Arc<Flight>>>, question: &Question, gone: &Arc<Flight>) {
+    if let Some(equal) = known.get_mut(question) {
+        equal.retain(|flight| !Arc::ptr_eq(flight, gone));
+        if equal.is_empty() {
+            known.remove(question);
         }
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.leave();
+        self.forget();
     }
 }

@@ -5,9 +5,12 @@ use serde_json::{Value, json};
 
 use crate::app::App;
 
-/// The policy first, then every other registered model, once each.
+/// The policy, and where harnesses may choose every other registered model.
 fn names(app: &App) -> Vec<String> {
     let policy = app.config.default_proxy.model_name.clone();
+    if app.config.default_proxy.override_model {
+        return vec![policy];
+    }
     let mut others: Vec<String> = app.servers.list().into_iter().map(|server| server.model).collect();
     others.sort_unstable();
     others.dedup();

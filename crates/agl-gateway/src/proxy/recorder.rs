@@ -1,7 +1,8 @@
 //! Writes what was called and answered, before the answer leaves.
 //!
 //! Per attempt a [`TokenTree`] decides what a call adds to what is stored already. The trees are a cache: one that is not here
-//! is rebuilt from the stored rows. Calls of one attempt are recorded one after the other; attempts never wait for each other.
+//! is rebuilt from the stored rows. Calls of one attempt are recorded one after the other, those of different attempts beside each
+//! other.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -77,10 +78,12 @@ pub(crate) struct Finished {
 pub(crate) struct Recorded {
     pub(crate) call_id: String,
     seqs: Vec<u64>,
-    /// False for a failure: then there is no answer to deliver.
+    /// False where there is no answer that could be delivered.
     answered: bool,
     /// The harness has the answer, as far as is known.
     delivered: bool,
+    /// A retry is being given this answer, or has it already.
+    claimed: bool,
     /// What each of its answers came to.
     pub(crate) answers: Vec<(CallOutcome, Continuation)>,
 }
@@ -113,6 +116,8 @@ struct Settled {
     seqs: Vec<u64>,
     digest: [u8; 32],
     delivery: Delivery,
+    /// The tree has the answer as undelivered: it was given to a harness that asked again.
+    again: bool,
 }
 
 enum Parcel {
@@ -172,15 +177,14 @@ impl Recorder {
             *guard = None;
             return Err(error.into());
         }
-        let recorded = Recorded { call_id, seqs, answered, delivered, answers };
-        if answered {
-            loaded(&mut guard)?.note(digest, recorded.clone());
-        }
+        let recorded = Recorded { call_id, seqs, answered, delivered, claimed: false, answers };
+        loaded(&mut guard)?.note(digest, recorded.clone());
         Ok(recorded)
     }
 
-    /// The answer that a harness gets which asks again: one that did not reach it, or where it says that it is a retry the newest.
-    pub(crate) async fn recorded(
+    /// The answer that a harness gets which asks again: one that did not reach it, or where it says that it is a retry the newest,
+    /// unless the newest is a failure. Nobody else gets it meanwhile.
+    pub(crate) async fn claim(
         &self,
         key: &AttemptKey,
         digest: &[u8; 32],
@@ -192,26 +196,31 @@ impl Recorder {
         // Who hung up a moment ago is known then.
         self.flush().await;
         let mut guard = self.open(key).await?;
-        let calls = loaded(&mut guard)?.asked.get(digest).map_or(&[][..], Vec::as_slice);
-        Ok(calls.iter().rev().find(|call| is_retry || !call.delivered).cloned())
+        let calls = loaded(&mut guard)?.asked.get_mut(digest).map_or(&mut [][..], Vec::as_mut_slice);
+        let newest = calls.len().checked_sub(1);
+        let lost = calls.iter().rposition(|call| call.answered && !call.delivered && !call.claimed);
+        let index = lost.or(newest.filter(|&newest| is_retry && calls[newest].answered));
+        Ok(index.map(|index| {
+            calls[index].claimed = true;
+            calls[index].clone()
+        }))
     }
 
-    /// Gives a recorded answer to a connection; `None` where nothing depends on whether it takes it.
-    pub(crate) async fn hand_over(&self, key: &AttemptKey, digest: [u8; 32], call: Recorded) -> Option<Handover> {
+    /// Gives an answer to the connection that waited for it; `None` where nothing depends on whether it takes it.
+    pub(crate) fn hand_over(&self, key: &AttemptKey, digest: [u8; 32], call: Recorded) -> Option<Handover> {
         if !call.answered {
             return None;
         }
-        if !call.delivered {
-            self.set_delivery(key, &digest, &call.seqs, Delivery::Delivered).await;
-        }
-        let parcel = Settled { key: key.clone(), seqs: call.seqs, digest, delivery: Delivery::Undelivered };
+        // Recorded as delivered, it needs news only if that is wrong; and the other way round.
+        let again = call.claimed || !call.delivered;
+        let parcel = Settled { key: key.clone(), seqs: call.seqs, digest, delivery: Delivery::Undelivered, again };
         Some(Handover { parcel: Some(parcel), outbox: self.outbox.clone() })
     }
 
     /// Says that nobody waited for a recorded answer any more.
-    pub(crate) async fn leave_behind(&self, key: &AttemptKey, digest: [u8; 32], call: Recorded) {
+    pub(crate) fn leave_behind(&self, key: &AttemptKey, digest: [u8; 32], call: Recorded) {
         if call.delivered {
-            drop(self.hand_over(key, digest, call).await);
+            drop(self.hand_over(key, digest, call));
         }
     }
 
@@ -314,7 +323,7 @@ impl AttemptTree {
             // After a crash it is not known whether the last answers left. If the harness asks the same again, they did not.
             let may_be_lost =
                 row.delivery == Delivery::Undelivered || (row.delivery == Delivery::Delivered && !settled);
-            if row.outcome != CallOutcome::Failed && row.delivery != Delivery::Superseded {
+            if row.delivery != Delivery::Superseded {
                 attempt.note_row(request_digest, &row, !may_be_lost);
             }
             if last_call.as_ref() != Some(&row.call_id) {
@@ -331,18 +340,23 @@ impl AttemptTree {
     /// Keeps a call in mind for whoever asks the same again.
     fn note(&mut self, digest: [u8; 32], call: Recorded) {
         let calls = self.asked.entry(digest).or_default();
-        calls.retain(|before| !before.delivered);
+        calls.retain(|before| before.answered && !before.delivered);
         calls.push(call);
+    }
+
+    fn asked_with(&mut self, settled: &Settled) -> Option<&mut Recorded> {
+        self.asked.get_mut(&settled.digest)?.iter_mut().find(|call| call.seqs == settled.seqs)
     }
 
     /// As [`Self::note`], row by row.
     fn note_row(&mut self, digest: [u8; 32], row: &CallRow, delivered: bool) {
         let newest = self.asked.get_mut(&digest).and_then(|calls| calls.last_mut());
+        let answered = row.outcome != CallOutcome::Failed;
         match newest.filter(|newest| newest.call_id == row.call_id) {
             Some(newest) => newest.seqs.push(row.seq),
             None => {
                 let (call_id, seqs) = (row.call_id.clone(), vec![row.seq]);
-                self.note(digest, Recorded { call_id, seqs, answered: true, delivered, answers: Vec::new() });
+                self.note(digest, Recorded { call_id, seqs, answered, delivered, claimed: false, answers: Vec::new() });
             }
         }
     }
@@ -360,6 +374,8 @@ impl AttemptTree {
             CallResult::Failed => (Vec::new(), CallOutcome::Failed),
         };
         let answered = missing != CallOutcome::Failed;
+        // What has no choice cannot be told again.
+        let answered = answered && !choices.is_empty();
         // A call without any answer is one empty row, so that it is counted.
         let choices = if choices.is_empty() { vec![Choice::default()] } else { choices };
         let mut rows = Vec::with_capacity(choices.len());
@@ -383,8 +399,11 @@ impl AttemptTree {
             rows.push(row);
         }
         let lost = if answered { self.asked.remove(&call.digest).unwrap_or_default() } else { Vec::new() };
-        let supersedes: Vec<u64> =
-            lost.into_iter().filter(|before| !before.delivered).flat_map(|before| before.seqs).collect();
+        let supersedes: Vec<u64> = lost
+            .into_iter()
+            .filter(|before| before.answered && !before.delivered)
+            .flat_map(|before| before.seqs)
+            .collect();
         for &seq in &supersedes {
             self.tree.set_delivery(seq, Delivery::Superseded)?;
         }
@@ -451,27 +470,46 @@ impl Recorder {
         match parcel {
             Parcel::Flush(done) => waiting.get_or_insert_default().push(done),
             Parcel::Settled(settled) => {
-                let Settled { key, seqs, digest, delivery } = settled;
-                if delivery == Delivery::Undelivered {
-                    self.set_delivery(&key, &digest, &seqs, delivery).await;
+                let is_news = settled.again == (settled.delivery == Delivery::Delivered);
+                if is_news && !self.set_delivery(&settled).await {
+                    return;
                 }
+                if settled.again && !is_news {
+                    // It did not reach its second connection either: the next may have it.
+                    self.unclaim(&settled).await;
+                    return;
+                }
+                let Settled { key, seqs, delivery, .. } = settled;
                 let AttemptKey { rollout_id, attempt_id } = key;
                 settlements.push(Settlement { rollout_id, attempt_id, seqs, delivery });
             }
         }
     }
 
-    /// Notes in the tree whether an answer has reached the harness.
-    async fn set_delivery(&self, key: &AttemptKey, digest: &[u8; 32], seqs: &[u64], delivery: Delivery) {
-        let Ok(mut guard) = self.open(key).await else { return };
-        let Ok(attempt) = loaded(&mut guard) else { return };
-        for &seq in seqs {
-            // A tree that was rebuilt meanwhile has the row too.
-            let _unknown = attempt.tree.set_delivery(seq, delivery);
+    /// Notes in the tree whether an answer has reached the harness. False where a retry has it: then the end of the first
+    /// connection is no news.
+    async fn set_delivery(&self, settled: &Settled) -> bool {
+        let Ok(mut guard) = self.open(&settled.key).await else { return true };
+        let Ok(attempt) = loaded(&mut guard) else { return true };
+        let delivered = settled.delivery == Delivery::Delivered;
+        if let Some(call) = attempt.asked_with(settled) {
+            if !delivered && call.claimed && call.delivered {
+                return false;
+            }
+            call.delivered = delivered;
         }
-        let calls = attempt.asked.get_mut(digest).into_iter().flatten();
-        for call in calls.filter(|call| call.seqs == seqs) {
-            call.delivered = delivery == Delivery::Delivered;
+        for &seq in &settled.seqs {
+            // A tree that was rebuilt meanwhile has the row too.
+            let _unknown = attempt.tree.set_delivery(seq, settled.delivery);
+        }
+        true
+    }
+
+    async fn unclaim(&self, settled: &Settled) {
+        let Ok(mut guard) = self.open(&settled.key).await else { return };
+        let Ok(attempt) = loaded(&mut guard) else { return };
+        if let Some(call) = attempt.asked_with(settled) {
+            call.claimed = false;
         }
     }
 }
@@ -515,7 +553,7 @@ mod tests {
     async fn an_answer_that_was_just_dropped_is_not_handed_out_as_live() {
         let recorder = recorder().await;
         let recorded = recorder.record(call("call-1", 7)).await.unwrap();
-        let handover = recorder.hand_over(&key(), QUESTION, recorded).await;
+        let handover = recorder.hand_over(&key(), QUESTION, recorded);
         assert!(handover.is_some());
         drop(handover);
         let counts = recorder.sequences(&key(), Level::Trajectory).await.unwrap().counts;
@@ -526,7 +564,7 @@ mod tests {
     async fn a_second_answer_to_one_that_did_not_arrive_supersedes_it() {
         let recorder = recorder().await;
         let first = recorder.record(call("call-1", 7)).await.unwrap();
-        drop(recorder.hand_over(&key(), QUESTION, first).await);
+        drop(recorder.hand_over(&key(), QUESTION, first));
         recorder.flush().await;
         recorder.record(call("call-2", 8)).await.unwrap();
         let counts = recorder.sequences(&key(), Level::Trajectory).await.unwrap().counts;

@@ -68,6 +68,10 @@ impl Reply {
         Ok(Self { status, content_type, retry_after, body: told.body, handover: None })
     }
 
+    pub(crate) fn status(&self) -> StatusCode {
+        self.status
+    }
+
     /// The same, reporting its delivery.
     pub(crate) fn handed_over(self, handover: Option<Handover>) -> Self {
         Self { handover, ..self }
@@ -76,6 +80,10 @@ impl Reply {
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const NO_COMPLETION: &str = "The model server's answer is no completion with at least one choice";
+
+/// How often, and how long apart, a retry looks whether the connection of its earlier try has ended.
+const RETRY_LOOKS: u32 = 10;
+const RETRY_PAUSE: Duration = Duration::from_millis(25);
 
 /// Answers a call: from one that runs already, from what is recorded, or by a call of its own.
 pub(crate) async fn give(
@@ -86,14 +94,24 @@ pub(crate) async fn give(
     started: std::time::Instant,
 ) -> Result<Response, ApiError> {
     let (key, voice, is_retry) = (caller.key.clone(), prepared.voice.clone(), caller.is_retry);
-    let (taker, waiter) = wait();
-    let call_id = match app.flights.join(&key, digest, is_retry, taker) {
+    let (mut taker, waiter) = wait();
+    let mut joined = app.flights.join(&key, digest, taker);
+    // The end of the earlier connection may be heard of a moment after the retry.
+    for _ in 0..RETRY_LOOKS {
+        match joined {
+            Err(back) if is_retry && app.flights.has_equal(&key, digest) => taker = back,
+            _ => break,
+        }
+        tokio::time::sleep(RETRY_PAUSE).await;
+        joined = app.flights.join(&key, digest, taker);
+    }
+    let call_id = match joined {
         Ok(call_id) => {
             app.metrics.repeated(Repeated::Joined);
             call_id
         }
         Err(taker) => {
-            if let Some(recorded) = app.recorder.recorded(&key, &digest, is_retry).await?
+            if let Some(recorded) = app.recorder.claim(&key, &digest, is_retry).await?
                 && let Some(response) = replay(app, &key, digest, recorded, &voice).await?
             {
                 return Ok(response);
@@ -132,6 +150,8 @@ async fn replay(
     recorded: Recorded,
     voice: &Voice,
 ) -> Result<Option<Response>, ApiError> {
+    // Until it is delivered, the answer is to be had by the next who asks.
+    let handover = app.recorder.hand_over(key, digest, recorded.clone());
     let events = app.store.events(&key.rollout_id, &key.attempt_id, Some(MODEL_REQUEST)).await?;
     let is_it = |event: &&StoredEvent| event.event.data.get("call_id").is_some_and(|id| *id == recorded.call_id);
     let Some(response) = events.iter().find(is_it).and_then(|event| event.response.clone()) else { return Ok(None) };
@@ -139,12 +159,11 @@ async fn replay(
     app.verbatim.remember(key, answer::read(&body, 0).tool_calls);
     let answer =
         UpstreamAnswer { status: StatusCode::OK, content_type: Some(JSON), retry_after: None, body: body.into() };
-    let call_id = recorded.call_id.clone();
+    let call_id = recorded.call_id;
+    let Ok(reply) = Reply::tell(answer, voice.clone(), &call_id).await else { return Ok(None) };
     tracing::info!(rollout = key.rollout_id, attempt = key.attempt_id, call_id, "a retry gets the recorded answer");
     app.metrics.repeated(Repeated::Recorded);
-    let reply = Reply::tell(answer, voice.clone(), &call_id).await?;
-    let reply = reply.handed_over(app.recorder.hand_over(key, digest, recorded).await);
-    Ok(Some(named(whole(Ok(reply), voice.dialect), &call_id)))
+    Ok(Some(named(whole(Ok(reply.handed_over(handover)), voice.dialect), &call_id)))
 }
 
 fn named(mut response: Response, call_id: &str) -> Response {

@@ -151,9 +151,14 @@ impl RequestBody {
     }
 }
 
-/// Tells a retry from another call: the same bytes to the same path, which names the mode and the dialect.
-pub(crate) fn digest(raw: &[u8], path: &str) -> [u8; 32] {
-    Sha256::new().chain_update((path.len() as u64).to_le_bytes()).chain_update(path).chain_update(raw).finalize().into()
+/// Tells a retry from another call: the same bytes to the same place, which names mode, dialect, form and agent.
+pub(crate) fn digest(raw: &[u8], place: &str) -> [u8; 32] {
+    Sha256::new()
+        .chain_update((place.len() as u64).to_le_bytes())
+        .chain_update(place)
+        .chain_update(raw)
+        .finalize()
+        .into()
 }
 
 impl<'de> Deserialize<'de> for RequestBody {

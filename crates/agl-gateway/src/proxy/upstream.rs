@@ -15,6 +15,8 @@ use crate::config::{DefaultProxyConfig, GatewayConfig, UpstreamConfig, duration}
 use crate::error::{ApiError, GatewayError};
 use crate::gate::{Gate, Passage, Refused};
 
+/// A server that counts tokens more slowly than this is not waited for.
+const COUNT_PATIENCE: Duration = Duration::from_secs(5);
 /// A server that asks for a longer wait than this is asked again all the same.
 const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(60);
 
@@ -131,12 +133,22 @@ impl Upstream {
         }
     }
 
-    /// Asks the model's server how many tokens a conversation is; `None` where it cannot say.
-    pub(crate) async fn count_tokens(&self, model: &str, rollout_id: &str, body: &serde_json::Value) -> Option<u64> {
-        let server = self.servers.pick(model, rollout_id)?;
+    /// Asks the model's server how many tokens a conversation is; `None` where it cannot say, or not soon, or is not to be asked
+    /// because of a pause.
+    pub(crate) async fn count_tokens(
+        &self,
+        model: &str,
+        rollout_id: &str,
+        body: &mut serde_json::Value,
+    ) -> Option<u64> {
+        let server = self.servers.pick(model, rollout_id).filter(|_| self.gate.view().pause.is_none())?;
+        if let Some(name) = &server.upstream_model {
+            body["model"] = name.clone().into();
+        }
         let base = server.endpoint.trim_end_matches('/');
         let url = format!("{}/tokenize", base.strip_suffix("/v1").unwrap_or(base));
-        let answer = self.try_once(&url, key_of(&server).ok()?, body.to_string().into()).await.ok()?;
+        let asked = self.try_once(&url, key_of(&server).ok()?, body.to_string().into());
+        let answer = tokio::time::timeout(COUNT_PATIENCE, asked).await.ok()?.ok()?;
         let counted = serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
         counted.filter(|_| answer.status.is_success())?["count"].as_u64()
     }
@@ -179,12 +191,13 @@ impl Upstream {
 fn key_of(server: &RegisteredModel) -> Result<Option<String>, ApiError> {
     let Some(name) = &server.api_key_env else { return Ok(None) };
     std::env::var(name).map(Some).map_err(|_| {
-        let what = format!(
-            "The key of {} is not there: set {name} in the environment of the gateway and start it again",
-            server.endpoint
+        tracing::error!(
+            model = server.model,
+            endpoint = server.endpoint,
+            "the server's key is not there: set {name} in the environment of the gateway and start it again"
         );
-        tracing::error!(model = server.model, "{what}");
-        ApiError::new(StatusCode::BAD_GATEWAY, what)
+        // Names of machines and variables are none of an agent's business.
+        ApiError::new(StatusCode::BAD_GATEWAY, "The gateway has no key for the model server; its log says which")
     })
 }
 

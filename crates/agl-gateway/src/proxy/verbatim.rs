@@ -83,8 +83,24 @@ fn size(key: &AttemptKey, id: &str, arguments: &str) -> usize {
 }
 
 fn means_the_same(one: &str, other: &str) -> bool {
-    let read = |text| serde_json::from_str::<Value>(text).ok();
-    read(one).is_some_and(|one| read(other) == Some(one))
+    // Some servers write the arguments of a tool that takes none as nothing at all.
+    let read = |text: &str| serde_json::from_str::<Value>(if text.trim().is_empty() { "{}" } else { text }).ok();
+    read(one).zip(read(other)).is_some_and(|(one, other)| is_same(&one, &other))
+}
+
+/// Equal as JavaScript reads it: 1.0 is 1 there.
+fn is_same(one: &Value, other: &Value) -> bool {
+    match (one, other) {
+        (Value::Number(one), Value::Number(other)) => one == other || one.as_f64() == other.as_f64(),
+        (Value::Array(one), Value::Array(other)) => {
+            one.len() == other.len() && one.iter().zip(other).all(|(one, other)| is_same(one, other))
+        }
+        (Value::Object(one), Value::Object(other)) => {
+            one.len() == other.len()
+                && one.iter().all(|(key, one)| other.get(key).is_some_and(|other| is_same(one, other)))
+        }
+        _ => one == other,
+    }
 }
 
 #[cfg(test)]
@@ -117,6 +133,10 @@ mod tests {
         verbatim.remember(&key("r"), wrote("c1", r#"{ "b":1, "a": 2.50 }"#));
         assert_eq!(restored(&verbatim, "r", r#"{"a": 2.5, "b": 1}"#), r#"{ "b":1, "a": 2.50 }"#);
         assert_eq!(restored(&verbatim, "r", r#"{"a": 2.5, "b": 2}"#), r#"{"a": 2.5, "b": 2}"#);
+        verbatim.remember(&key("js"), wrote("c1", r#"{"a": 1.0, "b": [1e3]}"#));
+        assert_eq!(restored(&verbatim, "js", r#"{"a":1,"b":[1000]}"#), r#"{"a": 1.0, "b": [1e3]}"#);
+        verbatim.remember(&key("empty"), wrote("c1", ""));
+        assert_eq!(restored(&verbatim, "empty", "{}"), "");
         assert_eq!(restored(&verbatim, "other", r#"{"a": 2.5, "b": 1}"#), r#"{"a": 2.5, "b": 1}"#);
     }
 

@@ -84,25 +84,44 @@ async fn a_call_that_says_it_is_a_retry_gets_the_newest_answer_even_if_it_seemed
 }
 
 #[tokio::test]
-async fn a_retry_joins_the_call_under_way_and_equal_calls_beside_each_other_stay_apart() {
+async fn equal_calls_beside_each_other_stay_apart_even_where_one_is_a_retry() {
     let scene = Scene::start().await;
     scene.enqueue("r").await;
-    scene.upstream.will(Reply::json(200, &completion(&[1, 2], &[7])).waiting());
-    scene.upstream.will(Reply::json(200, &completion(&[1, 2], &[8])).waiting());
+    for sampled in [7, 8, 9] {
+        scene.upstream.will(Reply::json(200, &completion(&[1, 2], &[sampled])).waiting());
+    }
     let ask = || async { scene.call("r", json!({})).await.text };
-    let joins = async {
+    let beside = async {
         scene.upstream.was_asked(2).await;
         let release = async {
-            tokio::time::sleep(Duration::from_millis(250)).await;
+            scene.upstream.was_asked(3).await;
             scene.upstream.release();
         };
         tokio::join!(retry(&scene, "{}"), release).0
     };
-    let (_, _, joined) = tokio::join!(ask(), ask(), joins);
-    let either = [&[7_u32][..], &[8]].map(|sampled| completion(&[1, 2], sampled).to_string());
-    assert!(either.contains(&joined), "{joined}");
-    assert_eq!(scene.upstream.asked().len(), 2);
-    assert_eq!(counts(&scene).await["live"], 2);
+    let (first, second, third) = tokio::join!(ask(), ask(), beside);
+    let mut answers = [first, second, third];
+    answers.sort_unstable();
+    assert_eq!(answers, [7, 8, 9].map(|sampled| completion(&[1, 2], &[sampled]).to_string()));
+    assert_eq!(counts(&scene).await["live"], 3);
+}
+
+#[tokio::test]
+async fn the_retry_of_a_failure_is_a_call_of_its_own_and_what_is_no_answer_is_not_given_again() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    scene.upstream.will_sample(&[1, 2], &[7]);
+    scene.call("r", json!({})).await;
+    scene.upstream.will(Reply::json(400, &json!({})));
+    assert_eq!(scene.call("r", json!({})).await.status, 400);
+    scene.upstream.will_sample(&[1, 2], &[8]);
+    assert_eq!(retry(&scene, "{}").await, completion(&[1, 2], &[8]).to_string());
+
+    scene.upstream.will(Reply::json(200, &json!({"choices": []})));
+    assert_eq!(scene.call("r", json!({"stream": true})).await.status, 502);
+    scene.upstream.will_sample(&[1, 2], &[9]);
+    assert!(retry(&scene, r#"{"stream":true}"#).await.contains("hi"));
+    assert_eq!(scene.upstream.asked().len(), 5);
 }
 
 /// Asks as an SDK does that did not hear of its first try.

@@ -137,7 +137,7 @@ async fn messages_become_chat_and_back() {
         json!({
             "type": "message", "role": "assistant", "model": "claude-x", "stop_reason": "tool_use", "stop_sequence": null,
             "content": [
-                {"type": "thinking", "thinking": "Six times seven.", "signature": ""},
+                {"type": "thinking", "thinking": "Six times seven.", "signature": "agl"},
                 {"type": "text", "text": "Let me see."},
                 {"type": "tool_use", "id": "c1", "name": "mul", "input": {"a": 6, "b": 7.0}},
             ],
@@ -366,7 +366,7 @@ async fn a_stream_that_waits_is_kept_alive_and_reports_its_failure_as_an_event()
         (
             at("gemini/v1beta/models/m:streamGenerateContent?alt=sse"),
             json!({"contents": []}),
-            ": waiting",
+            "\n",
             r#"data: {"error":"#,
         ),
     ] {
@@ -417,4 +417,41 @@ async fn the_agent_is_named_by_url_or_header() {
     let request = scene.http.post(format!("{}{}", scene.url, chat_path("r", "train"))).bearer_auth(KEY);
     request.header("X-AGL-Agent", "coder").body("{}").send().await.unwrap();
     assert_eq!(last_event(&scene).await["agent"], "coder");
+}
+
+#[tokio::test]
+async fn a_choice_among_tools_that_are_left_out_is_left_out_too() {
+    let scene = scene().await;
+    let search = json!({"type": "web_search_20250305", "name": "web_search"});
+    let body = json!({"messages": [], "tools": [search], "tool_choice": {"type": "tool", "name": "web_search"}});
+    scene.post(&at("anthropic/v1/messages"), body).await;
+    assert_eq!(sent(&scene), json!({"messages": []}));
+    let left_out = last_event(&scene).await["left_out"].clone();
+    assert_eq!(left_out, json!(["tool_choice", "tools[].web_search_20250305"]));
+}
+
+#[tokio::test]
+async fn there_is_one_system_message_and_it_comes_first() {
+    let scene = scene().await;
+    let input = json!([{"role": "developer", "content": "Two."}, {"role": "user", "content": "q"}, {"role": "system", "content": "Late."}]);
+    scene.post(&at("openai/v1/responses"), json!({"instructions": "One.", "input": input})).await;
+    assert_eq!(
+        sent(&scene)["messages"],
+        json!([
+            {"role": "system", "content": "One.\n\nTwo."},
+            {"role": "user", "content": "q"},
+            {"role": "user", "content": "Late."},
+        ])
+    );
+}
+
+#[tokio::test]
+async fn a_thought_comes_back_from_a_harness_that_keeps_only_sealed_ones() {
+    let scene = scene().await;
+    scene.upstream.will(Reply::json(200, &thoughtful()));
+    let body = json!({"input": "q", "include": ["reasoning.encrypted_content"]});
+    let mut item = scene.post(&at("openai/v1/responses"), body).await.json()["output"][0].clone();
+    item.as_object_mut().unwrap().remove("content");
+    scene.post(&at("openai/v1/responses"), json!({"input": [{"role": "user", "content": "q"}, item]})).await;
+    assert_eq!(sent(&scene)["messages"][1]["reasoning_content"], "Six times seven.");
 }

@@ -1,24 +1,39 @@
 //! Model calls: written with their event and bodies in one transaction.
 
+use std::sync::Arc;
+
 use agl_core::event::MODEL_REQUEST;
 use agl_core::trajectory::{CallOutcome, CallRow, Delivery};
+use bytes::Bytes;
 use rusqlite::params;
 
 use super::{Sql, corrupt, rollouts, signed, to_json};
+use crate::bases::{Kept, Packed, Said};
 use crate::codec;
 use crate::memory::is_settled;
 use crate::record::{CallRecord, Settlement, StoredCall};
 use crate::{Body, StoreError};
 
+/// Writes the call and says where its bodies are. `base` is the call that they were compressed behind.
 pub(super) fn record(
     sql: &Sql<'_>,
     call: &CallRecord,
-    request: &Body,
-    response: Option<&Body>,
-) -> Result<(), StoreError> {
+    packed: Packed,
+    base: Option<&Said<i64>>,
+) -> Result<Said<i64>, StoreError> {
     rollouts::must_exist(sql, &call.rollout_id)?;
-    let store = |body: &Body| sql.insert("INSERT INTO blobs (body) VALUES (?1)", [body.stored()]);
-    let (request, response) = (store(request)?, response.map(store).transpose()?);
+    let store = |raw: &Bytes, body: Body, base: Option<&Kept<i64>>| -> Result<Kept<i64>, StoreError> {
+        let (body, base) = match base.filter(|_| body.has_base()) {
+            // The rollout may have been deleted and made anew in between, and its bodies with it.
+            Some(base) if !is_there(sql, base.place)? => (Body::compress(raw)?, None),
+            base => (body, base.map(|base| base.place)),
+        };
+        let place = sql.insert("INSERT INTO blobs (body, base) VALUES (?1, ?2)", params![body.stored(), base])?;
+        Ok(Kept { raw: raw.clone(), body: Arc::new(body), place })
+    };
+    let request = store(&call.request, packed.request, base.map(|said| &said.request))?;
+    let answered = base.and_then(|said| said.response.as_ref());
+    let response = packed.response.map(|body| store(&call.response, body, answered)).transpose()?;
     sql.run(
         "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, data, request, response, http_status, status)
          VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
@@ -28,8 +43,8 @@ pub(super) fn record(
             MODEL_REQUEST,
             call.timestamp,
             to_json(&call.data, &call.rollout_id)?,
-            request,
-            response,
+            request.place,
+            response.as_ref().map(|response| response.place),
             call.http_status,
             call.data.get("status").and_then(|status| status.as_str()).unwrap_or_default()
         ],
@@ -40,7 +55,12 @@ pub(super) fn record(
             params![call.rollout_id, call.attempt_id, signed(seq), delivery_name(Delivery::Superseded)],
         )?;
     }
-    call.rows.iter().try_for_each(|row| insert(sql, call, row))
+    call.rows.iter().try_for_each(|row| insert(sql, call, row))?;
+    Ok(Said { request, response })
+}
+
+fn is_there(sql: &Sql<'_>, blob: i64) -> Result<bool, StoreError> {
+    Ok(sql.first("SELECT 1 FROM blobs WHERE number = ?1", [blob], |_| Ok(()))?.is_some())
 }
 
 fn insert(sql: &Sql<'_>, call: &CallRecord, row: &CallRow) -> Result<(), StoreError> {

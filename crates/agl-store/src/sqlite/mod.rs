@@ -17,7 +17,7 @@ use async_trait::async_trait;
 use rusqlite::{Connection, ErrorCode, OpenFlags};
 use tokio::sync::watch;
 
-use crate::memory::compressed_bodies;
+use crate::bases::{Bases, pack};
 use crate::record::{
     AttemptDetail, CallRecord, Change, Pause, RegisteredModel, RolloutQuery, Settlement, StoredCall, StoredEvent,
     TerminalPage,
@@ -40,6 +40,7 @@ pub struct SqliteStore {
     /// `None` once closed.
     writer: Mutex<Option<Writer>>,
     readers: readers::Readers,
+    bases: Bases<i64>,
     newest_change: watch::Receiver<u64>,
 }
 
@@ -79,7 +80,13 @@ impl SqliteStore {
                 drop(lock);
             })
             .map_err(|error| StoreError::CannotOpen { path: path.clone(), reason: error.to_string() })?;
-        Ok(Self { path, writer: Mutex::new(Some(Writer { jobs, thread })), readers, newest_change })
+        Ok(Self {
+            path,
+            writer: Mutex::new(Some(Writer { jobs, thread })),
+            readers,
+            bases: Bases::default(),
+            newest_change,
+        })
     }
 
     /// The database file.
@@ -235,7 +242,9 @@ impl Store for SqliteStore {
 
     async fn delete_rollout(&self, rollout_id: &str) -> Result<(), StoreError> {
         let id = rollout_id.to_owned();
-        self.write(move |sql| rollouts::delete(sql, &id)).await
+        self.write(move |sql| rollouts::delete(sql, &id)).await?;
+        self.bases.forget(rollout_id);
+        Ok(())
     }
 
     async fn terminal(&self, after: u64, limit: usize) -> Result<TerminalPage, StoreError> {
@@ -312,8 +321,16 @@ impl Store for SqliteStore {
     }
 
     async fn record_call(&self, call: CallRecord) -> Result<(), StoreError> {
-        let (request, response) = compressed_bodies(&call).await?;
-        self.write(move |sql| calls::record(sql, &call, &request, response.as_ref())).await
+        let base = self.bases.nearest(&call);
+        let packed = pack(&call, base.clone()).await?;
+        let (call, said) = self
+            .write(move |sql| {
+                let said = calls::record(sql, &call, packed, base.as_deref())?;
+                Ok((call, said))
+            })
+            .await?;
+        self.bases.keep(&call.rollout_id, &call.attempt_id, said);
+        Ok(())
     }
 
     async fn calls(&self, rollout_id: &str, attempt_id: &str) -> Result<Vec<StoredCall>, StoreError> {

@@ -8,7 +8,7 @@ use super::failure;
 use crate::StoreError;
 
 /// Written to `PRAGMA user_version`. Raise it with every change of [`TABLES`].
-pub(super) const VERSION: i64 = 1;
+pub(super) const VERSION: i64 = 2;
 
 const TABLES: &str = "
 CREATE TABLE rollouts (
@@ -44,10 +44,12 @@ CREATE TABLE attempts (
     UNIQUE (rollout_id, attempt_id)
 ) STRICT;
 
--- Bodies of model calls, zstd. Named by events.request and events.response; deleted with their events.
+-- Bodies of model calls, zstd, compressed behind the older body `base`. Named by events.request and events.response; deleted with
+-- their rollout, and so are their bases. Numbers are never used again: a base stays the one it was.
 CREATE TABLE blobs (
-    number INTEGER PRIMARY KEY,
-    body BLOB NOT NULL
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    body BLOB NOT NULL,
+    base INTEGER
 ) STRICT;
 
 CREATE TABLE events (
