@@ -22,6 +22,8 @@ pub struct Asked {
     pub logprobs: bool,
     /// Number of `assistant` messages.
     pub turn: usize,
+    /// Names of the tools it offers.
+    pub tools: Vec<String>,
     /// What an echo gives back.
     pub last_text: String,
     /// The model's name as the client wrote it.
@@ -51,9 +53,15 @@ pub fn read_request(chat: bool, body: &Value) -> Result<Asked, String> {
         return_token_ids: body.get("return_token_ids").and_then(Value::as_bool).unwrap_or(false),
         logprobs,
         turn,
+        tools: offered_tools(body),
         last_text,
         model: body.get("model").and_then(Value::as_str).map(str::to_owned),
     })
+}
+
+fn offered_tools(body: &Value) -> Vec<String> {
+    let tools = body.get("tools").and_then(Value::as_array).into_iter().flatten();
+    tools.filter_map(|tool| tool.pointer("/function/name")?.as_str().map(str::to_owned)).collect()
 }
 
 type Prompts = (Vec<Vec<u32>>, usize, String);
@@ -98,7 +106,13 @@ pub fn choose(script: &Script, asked: &Asked, next: usize) -> Option<Answer> {
     };
     let echo = || Some(Answer::Text(asked.last_text.clone()));
     let count = script.answers.len();
-    if let Some(answer) = script.answers.get(position) {
+    let is_possible = |answer: &&Answer| match answer {
+        Answer::Tools { tool_calls, .. } if script.only_offered_tools => {
+            tool_calls.iter().all(|call| asked.tools.contains(&call.name))
+        }
+        _ => true,
+    };
+    if let Some(answer) = script.answers.iter().skip(position).find(is_possible) {
         return Some(answer.clone());
     }
     match script.when_done {

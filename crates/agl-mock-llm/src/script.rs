@@ -15,6 +15,8 @@ pub struct Script {
     pub select: Select,
     /// What follows after the last answer.
     pub when_done: WhenDone,
+    /// Skip answers that call a tool which the request does not offer: harnesses ask for titles and summaries in between.
+    pub only_offered_tools: bool,
     /// Given as `policy_version` in every answer, as agl's own model server does.
     pub policy_version: Option<u64>,
     /// When to fail.
@@ -32,6 +34,7 @@ impl Default for Script {
             answers: Vec::new(),
             select: Select::default(),
             when_done: WhenDone::default(),
+            only_offered_tools: false,
             policy_version: None,
             faults: Vec::new(),
             seed: 0,

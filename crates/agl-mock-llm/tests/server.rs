@@ -53,6 +53,20 @@ async fn ids_and_log_probs_come_only_to_those_who_ask() {
 }
 
 #[tokio::test]
+async fn a_script_can_keep_its_tool_calls_for_those_who_offer_the_tool() {
+    let call = ToolCall { name: "calculator".into(), arguments: json!({}) };
+    let answers = vec![Answer::Tools { text: String::new(), tool_calls: vec![call] }, Answer::Text("a title".into())];
+    let script = Script { answers, select: Select::Turn, only_offered_tools: true, ..Script::default() };
+    let server = MockLlm::start(script).await.unwrap();
+    let untitled = chat(&server, &user("Name this conversation.")).await;
+    assert_eq!(untitled["choices"][0]["message"]["content"], "a title");
+    let tools = json!([{"type": "function", "function": {"name": "calculator"}}]);
+    let body = json!({"messages": user("2+2?"), "tools": tools});
+    let answer: Value = post(&server, "chat/completions", &body).await.unwrap().json().await.unwrap();
+    assert_eq!(answer["choices"][0]["finish_reason"], "tool_calls");
+}
+
+#[tokio::test]
 async fn turns_whose_history_comes_back_unchanged_satisfy_the_prefix_condition() {
     let call = ToolCall { name: "calculator".into(), arguments: json!({"expression": "2+2"}) };
     let answers = vec![Answer::Tools { text: String::new(), tool_calls: vec![call] }, Answer::Text("4".into())];
