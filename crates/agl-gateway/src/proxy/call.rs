@@ -10,11 +10,12 @@ use bytes::Bytes;
 
 use super::LARGE_BODY_BYTES;
 use super::answer::{self, Answer};
+use super::attempt_tree::{CallResult, Finished, Recorded};
 use super::entry::{Caller, Prepared};
 use super::event::{Described, event_data, seed};
 use super::flights::Seat;
 use super::kind::Kind;
-use super::recorder::{AttemptKey, CallResult, Finished, RecordError, Recorded};
+use super::recorder::{AttemptKey, RecordError};
 use super::reply::Reply;
 use super::request::Mode;
 use super::routes::{Target, target};

@@ -4,7 +4,7 @@
 //! 2. [`upstream`] passes the gate, picks a server of the model that [`routes`] name ([`servers`]) and sends in the form that
 //!    its [`kind`] takes, again if need be.
 //! 3. [`answer`] finds token ids, log-probs and versions in what came back.
-//! 4. [`recorder`] writes [`event`], rows and bodies in one transaction.
+//! 4. [`recorder`] writes [`event`], rows and bodies in one transaction, as the [`attempt_tree`] says.
 //! 5. Only then the answer leaves, in the harness's dialect, and [`reply`] tells the recorder whether it was taken.
 //!
 //! Steps 2 to 4 run in a task of their own ([`call`]): when the harness hangs up, they go on for a while, and an equal call
@@ -17,6 +17,7 @@ use crate::app::App;
 use crate::error::ApiError;
 
 pub(crate) mod answer;
+pub(crate) mod attempt_tree;
 pub(crate) mod call;
 pub(crate) mod count;
 pub(crate) mod entry;

@@ -23,10 +23,11 @@ use tokio::time::{Instant, Sleep};
 
 use super::LARGE_BODY_BYTES;
 use super::answer;
+use super::attempt_tree::Recorded;
 use super::call::Call;
 use super::entry::{Caller, Prepared};
 use super::flights::{Waiter, wait};
-use super::recorder::{AttemptKey, Handover, RecordError, Recorded};
+use super::recorder::{AttemptKey, Handover, RecordError};
 use super::upstream::UpstreamAnswer;
 use crate::app::App;
 use crate::config::duration;
