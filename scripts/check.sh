@@ -9,7 +9,7 @@ run_check() {
 ./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
 ./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned
 ./x check processes          the recipe as three processes, seed 1: ≥ 0.90
-./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, mini-SWE-agent: captured, with ids, merged
+./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
 HELP
       [ -z "$name" ] && return 0; exit 2 ;;
   esac

@@ -21,6 +21,7 @@ HOME = ROOT / "target" / "harnesses"
 TASK = "Run the shell command: echo $((6 * 7)). Then tell me what it printed."
 RESULT = "It printed 42."
 COMMAND = "echo $((6 * 7))"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; " + COMMAND
 KEY = "server-key"
 
 
@@ -45,26 +46,26 @@ def pip(name, *packages):
     return folder / "bin"
 
 
-def claude_code(base, home):
+def claude_code(stage, home):
     command = [npm("claude-code", "@anthropic-ai/claude-code@2.1.197") / "claude", "-p", TASK, "--model", "policy", "--allowedTools", "Bash"]
     return command, {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
 
 
-def codex(base, home):
+def codex(stage, home):
     folder = home / ".codex"
     folder.mkdir()
     (folder / "config.toml").write_text(
         'model = "policy"\nmodel_provider = "agl"\napproval_policy = "never"\nsandbox_mode = "danger-full-access"\n'
-        f'[model_providers.agl]\nname = "agl"\nbase_url = "{base}/openai/v1"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
+        f'[model_providers.agl]\nname = "agl"\nbase_url = "{stage.base}/openai/v1"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
     )
     command = [npm("codex", "@openai/codex@0.171.0") / "codex", "exec", "--skip-git-repo-check", TASK]
     return command, {}
 
 
-def opencode(base, home):
+def opencode(stage, home):
     provider = {
         "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": f"{base}/openai/v1", "apiKey": "{env:OPENAI_API_KEY}"},
+        "options": {"baseURL": f"{stage.base}/openai/v1", "apiKey": "{env:OPENAI_API_KEY}"},
         "models": {"policy": {"name": "policy"}},
     }
     settings = {"provider": {"agl": provider}, "permission": "allow", "autoupdate": False}
@@ -73,19 +74,43 @@ def opencode(base, home):
     return command, {"OPENCODE_CONFIG": str(home / "opencode.json")}
 
 
-def qwen_code(base, home):
+def qwen_code(stage, home):
     command = [npm("qwen-code", "@qwen-code/qwen-code@0.15.10") / "qwen", "--yolo", "-p", TASK]
     return command, {"OPENAI_MODEL": "policy"}
 
 
-def mini_swe_agent(base, home):
-    command = [pip("mini-swe-agent", "mini-swe-agent==2.4.6") / "mini", "--yolo", "--exit-immediately", "--model", "openai/policy", "--task", TASK, "--output", home / "trajectory.json"]
+def mini_swe_agent(stage, home, *options):
+    command = [pip("mini-swe-agent", "mini-swe-agent==2.4.6") / "mini", "--yolo", "--exit-immediately", "--model", "openai/policy", "--task", TASK, "--output", home / "trajectory.json", *options]
     variables = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     return command, variables
 
 
+def mini_swe_agent_text(stage, home):
+    return mini_swe_agent(stage, home, "--config", "mini_textbased.yaml", "--model-class", "litellm_textbased")
+
+
+def openhands_sdk(stage, home):
+    packages = ["openhands-sdk==1.58.2", "openhands-tools==1.58.2"]
+    command = [pip("openhands-sdk", *packages) / "python", ROOT / "scripts" / "harnesses" / "openhands_agent.py", TASK]
+    return command, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+def hermes_agent(stage, home):
+    folder = home / ".hermes"
+    folder.mkdir()
+    settings = f"model:\n  default: policy\n  provider: custom\n  base_url: {stage.base}/openai/v1\n  api_key: {stage.key}\n"
+    (folder / "config.yaml").write_text(settings)
+    command = [pip("hermes-agent", "hermes-agent==0.19.0") / "hermes", "chat", "--quiet", "--yolo", "-t", "terminal", "-q", TASK]
+    return command, {"HERMES_HOME": str(folder)}
+
+
 def tool(name, **arguments):
     return {"tool_calls": [{"name": name, "arguments": arguments}]}
+
+
+def block(command):
+    """A command as mini-SWE-agent's text mode reads it."""
+    return f"THOUGHT: The shell can do that.\n\n```mswea_bash_command\n{command}\n```"
 
 
 # Each with the calls of its own tools that the model is scripted to make.
@@ -95,10 +120,10 @@ HARNESSES = {
     "opencode": (opencode, [tool("bash", command=COMMAND, description="multiplies")]),
     # Its conversations begin with a word of the assistant's: the first answer is never asked for.
     "qwen-code": (qwen_code, ["", tool("run_shell_command", command=COMMAND, is_background=False)]),
-    "mini-swe-agent": (
-        mini_swe_agent,
-        [tool("bash", command=COMMAND), tool("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; " + COMMAND)],
-    ),
+    "hermes-agent": (hermes_agent, [tool("terminal", command=COMMAND)]),
+    "openhands-sdk": (openhands_sdk, [tool("terminal", command=COMMAND)]),
+    "mini-swe-agent": (mini_swe_agent, [tool("bash", command=COMMAND), tool("bash", command=SUBMIT)]),
+    "mini-swe-agent-text": (mini_swe_agent_text, [block(COMMAND), block(SUBMIT)]),
 }
 
 
@@ -163,7 +188,7 @@ def check(name):
     prepare, answers = HARNESSES[name]
     stage = Stage(folder, answers)
     try:
-        command, variables = prepare(stage.base, home)
+        command, variables = prepare(stage, home)
         environment = {key: value for key, value in os.environ.items() if not re.match("(?i).*proxy|AGL_|OPENAI_|ANTHROPIC_", key)}
         environment |= {
             "HOME": str(home),
