@@ -6,6 +6,7 @@ mod delivery;
 mod dialects;
 mod events;
 mod health;
+mod keys;
 mod models;
 mod pause;
 mod proxy;
