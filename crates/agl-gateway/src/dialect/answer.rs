@@ -1,5 +1,9 @@
 //! The parts of a chat completion that other dialects retell.
 
+use std::io::Write;
+
+use serde::Serialize;
+use serde_json::ser::Formatter;
 use serde_json::{Value, json};
 
 /// The first choice of a chat completion.
@@ -115,5 +119,36 @@ impl Usage {
             completion: number(&usage["completion_tokens"]),
             reasoning: number(&usage["completion_tokens_details"]["reasoning_tokens"]),
         }
+    }
+}
+
+/// As the model wrote it where it wrote no object; see [`ToolCall::object`].
+pub(super) fn arguments_text(arguments: &Value) -> String {
+    match arguments.get("invalid_arguments") {
+        Some(Value::String(text)) if arguments.as_object().is_some_and(|object| object.len() == 1) => text.clone(),
+        _ => spaced_json(arguments),
+    }
+}
+
+/// JSON as Python's `json.dumps` and chat templates write it, and as most models therefore do: `{"a": 1, "b": [2, 3]}`.
+fn spaced_json(value: &Value) -> String {
+    struct Spaced;
+    impl Formatter for Spaced {
+        fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+            if first { Ok(()) } else { writer.write_all(b", ") }
+        }
+        fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+            if first { Ok(()) } else { writer.write_all(b", ") }
+        }
+        fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
+            writer.write_all(b": ")
+        }
+    }
+    let mut bytes = Vec::new();
+    let written = value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced));
+    match written.map(|()| String::from_utf8(bytes)) {
+        Ok(Ok(text)) => text,
+        // Cannot be: a JSON value is always written as UTF-8.
+        _ => value.to_string(),
     }
 }

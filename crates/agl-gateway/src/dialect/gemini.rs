@@ -3,9 +3,8 @@
 use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
-use super::answer::{ChatAnswer, Finish, ToolCall};
+use super::answer::{ChatAnswer, Finish, ToolCall, arguments_text};
 use super::fields::{Fields, LeftOut, Unreadable};
-use super::messages::arguments_text;
 use super::{Detail, Dialect, Translated, Voice, fit_tool_choice};
 
 /// The request as chat completions. Model and streaming stand in the URL.

@@ -1,13 +1,9 @@
 //! Anthropic's Messages (`POST /v1/messages`, version 2023-06-01).
 
-use std::io::Write;
-
 use axum::http::StatusCode;
-use serde::Serialize;
-use serde_json::ser::Formatter;
 use serde_json::{Map, Value, json};
 
-use super::answer::{ChatAnswer, Finish, Usage};
+use super::answer::{ChatAnswer, Finish, Usage, arguments_text};
 use super::fields::{Fields, LeftOut, Unreadable};
 use super::{Detail, Dialect, Translated, Voice, fit_tool_choice, lead_with_system, sse};
 
@@ -139,37 +135,6 @@ fn assistant(blocks: Vec<Value>, left_out: &mut LeftOut) -> Result<Value, Unread
         message["tool_calls"] = calls.into();
     }
     Ok(message)
-}
-
-/// As the model wrote it where it wrote no object; see [`ToolCall::object`](super::answer::ToolCall::object).
-pub(super) fn arguments_text(arguments: &Value) -> String {
-    match arguments.get("invalid_arguments") {
-        Some(Value::String(text)) if arguments.as_object().is_some_and(|object| object.len() == 1) => text.clone(),
-        _ => spaced_json(arguments),
-    }
-}
-
-/// JSON as Python's `json.dumps` and chat templates write it, and as most models therefore do: `{"a": 1, "b": [2, 3]}`.
-fn spaced_json(value: &Value) -> String {
-    struct Spaced;
-    impl Formatter for Spaced {
-        fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-            if first { Ok(()) } else { writer.write_all(b", ") }
-        }
-        fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-            if first { Ok(()) } else { writer.write_all(b", ") }
-        }
-        fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-            writer.write_all(b": ")
-        }
-    }
-    let mut bytes = Vec::new();
-    let written = value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced));
-    match written.map(|()| String::from_utf8(bytes)) {
-        Ok(Ok(text)) => text,
-        // Cannot be: a JSON value is always written as UTF-8.
-        _ => value.to_string(),
-    }
 }
 
 /// Results of tools become messages of their own, before what the user says beside them.
