@@ -1,9 +1,9 @@
-//! What an attempt's keys open, over the whole router: their own attempt's proxy and events, and nothing else.
+//! Who may do what, over the whole router: without a key nothing, with an attempt's keys its own proxy and events.
 
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use crate::scene::{KEY, Scene};
+use crate::scene::{KEY, Scene, chat_path};
 
 const DIALECTS: [&str; 8] = [
     "openai/v1/chat/completions",
@@ -52,6 +52,23 @@ fn management() -> Vec<(Method, String)> {
         (Method::GET, "/metrics"),
     ];
     routes.map(|(method, path)| (method, path.to_owned())).into()
+}
+
+#[tokio::test]
+async fn health_needs_no_key_and_everything_else_does() {
+    let scene = Scene::start().await;
+    let health = scene.send(Method::GET, "/healthz", "", None).await;
+    assert_eq!((health.status, health.json()), (200, json!({"status": "ok"})));
+    let mut closed = management();
+    closed.push((Method::POST, "/api/rollouts/r/attempt/0/events".to_owned()));
+    closed.push((Method::POST, chat_path("r", "train")));
+    for (method, path) in closed {
+        for key in ["", "wrong"] {
+            let answer = scene.send(method.clone(), &path, key, None).await;
+            assert_eq!(answer.status, 401, "{method} {path}");
+            assert_eq!(answer.json(), json!({"detail": "Invalid or missing API key"}));
+        }
+    }
 }
 
 #[tokio::test]

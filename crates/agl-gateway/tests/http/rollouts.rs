@@ -1,46 +1,8 @@
 //! The compatible part of the rollouts interface, and ours on top.
 
-use reqwest::Method;
 use serde_json::{Value, json};
 
 use crate::scene::{KEY, Scene, quick};
-
-#[tokio::test]
-async fn health_needs_no_key_and_everything_else_does() {
-    let scene = Scene::start().await;
-    let health = scene.send(Method::GET, "/healthz", "", None).await;
-    assert_eq!((health.status, health.json()), (200, json!({"status": "ok"})));
-    let closed = [
-        (Method::GET, "/api/rollouts?state_in=queuing"),
-        (Method::POST, "/api/rollouts"),
-        (Method::GET, "/api/rollouts/terminal"),
-        (Method::GET, "/api/rollouts/watch"),
-        (Method::POST, "/api/rollouts/consumed"),
-        (Method::GET, "/api/rollouts/r"),
-        (Method::PATCH, "/api/rollouts/r"),
-        (Method::DELETE, "/api/rollouts/r"),
-        (Method::POST, "/api/rollouts/r/cancel"),
-        (Method::POST, "/api/rollouts/r/retry"),
-        (Method::GET, "/api/rollouts/r/attempts"),
-        (Method::PATCH, "/api/rollouts/r/attempts/0"),
-        (Method::GET, "/api/rollouts/r/events"),
-        (Method::GET, "/api/rollouts/r/sequences"),
-        (Method::POST, "/api/rollouts/r/attempt/0/events"),
-        (Method::GET, "/api/models"),
-        (Method::DELETE, "/api/models"),
-        (Method::POST, "/proxy/pause"),
-        (Method::POST, "/proxy/resume"),
-        (Method::GET, "/proxy/state"),
-        (Method::POST, "/proxy/rollout/r/attempt/0/mode/train/openai/v1/chat/completions"),
-    ];
-    for (method, path) in closed {
-        for key in ["", "wrong"] {
-            let answer = scene.send(method.clone(), path, key, None).await;
-            assert_eq!(answer.status, 401, "{method} {path}");
-            assert_eq!(answer.json(), json!({"detail": "Invalid or missing API key"}));
-        }
-    }
-}
 
 #[tokio::test]
 async fn the_key_is_taken_from_every_place_an_sdk_puts_it() {
