@@ -120,9 +120,8 @@ impl AttemptTree {
             CallResult::Answered(choices) => (choices, CallOutcome::NoTokenIds),
             CallResult::Failed => (Vec::new(), CallOutcome::Failed),
         };
-        let answered = missing != CallOutcome::Failed;
-        // What has no choice cannot be told again.
-        let answered = answered && !choices.is_empty();
+        // A failure has no choices; what has none cannot be told again.
+        let answered = !choices.is_empty();
         // A call without any answer is one empty row, so that it is counted.
         let choices = if choices.is_empty() { vec![Choice::default()] } else { choices };
         let mut rows = Vec::with_capacity(choices.len());
@@ -148,7 +147,8 @@ impl AttemptTree {
         let lost = if answered { self.asked.remove(&call.digest).unwrap_or_default() } else { Vec::new() };
         let supersedes: Vec<u64> = lost
             .into_iter()
-            .filter(|before| before.answered && !before.delivered)
+            // One that a retry is being given is on its way to the harness.
+            .filter(|before| before.answered && !before.delivered && !before.claimed)
             .flat_map(|before| before.seqs)
             .collect();
         for &seq in &supersedes {

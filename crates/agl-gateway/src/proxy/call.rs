@@ -32,9 +32,9 @@ const CLIENT_CLOSED_REQUEST: u16 = 499;
 
 /// A call that has been read and checked.
 pub(crate) struct Call {
-    pub(crate) app: Arc<App>,
     pub(crate) call_id: String,
-    pub(crate) voice: Voice,
+    app: Arc<App>,
+    voice: Voice,
     key: AttemptKey,
     mode: Mode,
     agent: Option<String>,

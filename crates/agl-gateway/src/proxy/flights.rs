@@ -15,26 +15,8 @@ use crate::error::ApiError;
 /// What comes of a call.
 pub(crate) type Outcome = Result<Reply, ApiError>;
 
-/// A connection that waits for an answer.
-pub(crate) struct Taker {
-    pub(crate) answer: oneshot::Sender<Outcome>,
-    /// Ends with the connection; nothing is ever sent.
-    pub(crate) gone: oneshot::Receiver<()>,
-}
-
-/// A connection's end of a [`Taker`].
-pub(crate) struct Waiter {
-    pub(crate) answered: oneshot::Receiver<Outcome>,
-    /// Dropped with the connection.
-    pub(crate) present: oneshot::Sender<()>,
-}
-
-/// The two ends of a wait.
-pub(crate) fn wait() -> (Taker, Waiter) {
-    let (answer, answered) = oneshot::channel();
-    let (present, gone) = oneshot::channel();
-    (Taker { answer, gone }, Waiter { answered, present })
-}
+/// A connection that waits for an answer. It is gone once it has dropped its end.
+pub(crate) type Taker = oneshot::Sender<Outcome>;
 
 /// What makes calls equal: the attempt, and the digest of the request.
 type Question = (AttemptKey, [u8; 32]);
@@ -108,8 +90,7 @@ impl Seat {
         loop {
             if self.is_taken() {
                 if let Some(taker) = &mut self.taker {
-                    // Resolves with an error: the other end is only ever dropped.
-                    drop((&mut taker.gone).await);
+                    taker.closed().await;
                 }
                 continue;
             }
@@ -131,8 +112,7 @@ impl Seat {
         if let Some(newcomer) = state.newcomer.take() {
             self.taker = Some(newcomer);
         }
-        let is_there = |taker: &mut Taker| matches!(taker.gone.try_recv(), Err(oneshot::error::TryRecvError::Empty));
-        let taken = self.taker.as_mut().is_some_and(is_there);
+        let taken = self.taker.as_ref().is_some_and(|taker| !taker.is_closed());
         if !taken {
             self.taker = None;
         }
@@ -141,9 +121,9 @@ impl Seat {
     }
 
     /// Ends the flight: nobody can join any more. Gives whoever waits.
-    pub(crate) fn land(mut self) -> Option<oneshot::Sender<Outcome>> {
+    pub(crate) fn land(mut self) -> Option<Taker> {
         self.forget();
-        self.is_taken().then(|| self.taker.take()).flatten().map(|taker| taker.answer)
+        self.is_taken().then(|| self.taker.take()).flatten()
     }
 
     /// Leaves the flights unless somebody has just come.

@@ -411,4 +411,17 @@ mod tests {
         let counts = recorder.sequences(&key(), Level::Trajectory).await.unwrap().counts;
         assert_eq!((counts.live, counts.superseded, counts.undelivered), (1, 1, 0));
     }
+
+    #[tokio::test]
+    async fn an_answer_that_a_retry_is_being_given_is_not_superseded_meanwhile() {
+        let recorder = recorder().await;
+        let first = recorder.record(call("call-1", 7)).await.unwrap();
+        drop(recorder.hand_over(&key(), QUESTION, first));
+        let claimed = recorder.claim(&key(), &QUESTION, false).await.unwrap().unwrap();
+        assert!(recorder.claim(&key(), &QUESTION, false).await.unwrap().is_none(), "nobody else gets it meanwhile");
+        recorder.record(call("call-2", 8)).await.unwrap();
+        recorder.hand_over(&key(), QUESTION, claimed).unwrap().delivered();
+        let counts = recorder.sequences(&key(), Level::Trajectory).await.unwrap().counts;
+        assert_eq!((counts.live, counts.superseded, counts.undelivered), (2, 0, 0));
+    }
 }

@@ -26,7 +26,7 @@ use super::answer;
 use super::attempt_tree::Recorded;
 use super::call::Call;
 use super::entry::{Caller, Prepared};
-use super::flights::{Waiter, wait};
+use super::flights::Outcome;
 use super::recorder::{AttemptKey, Handover, RecordError};
 use super::upstream::UpstreamAnswer;
 use crate::app::App;
@@ -95,7 +95,7 @@ pub(crate) async fn give(
     started: std::time::Instant,
 ) -> Result<Response, ApiError> {
     let (key, voice, is_retry) = (caller.key.clone(), prepared.voice.clone(), caller.is_retry);
-    let (mut taker, waiter) = wait();
+    let (mut taker, mut answered) = oneshot::channel();
     let mut joined = app.flights.join(&key, digest, taker);
     // The end of the earlier connection may be heard of a moment after the retry.
     for _ in 0..RETRY_LOOKS {
@@ -128,22 +128,19 @@ pub(crate) async fn give(
             call_id
         }
     };
-    let Waiter { mut answered, present } = waiter;
     let every = duration(app.config.stream_keep_alive_seconds);
     let response = if voice.stream {
         match tokio::time::timeout(every, &mut answered).await {
             Ok(outcome) => whole(outcome.unwrap_or_else(lost), voice.dialect),
-            Err(_) => begun(Waiting { voice, answered, _present: present, every }),
+            Err(_) => begun(Waiting { voice, answered, every }),
         }
     } else {
-        let outcome = answered.await.unwrap_or_else(lost);
-        drop::<oneshot::Sender<()>>(present);
-        whole(outcome, voice.dialect)
+        whole(answered.await.unwrap_or_else(lost), voice.dialect)
     };
     Ok(named(response, &call_id))
 }
 
-/// A recorded answer once more; `None` where the store has it no longer.
+/// A recorded answer once more; `None` where the store has none.
 async fn replay(
     app: &App,
     key: &AttemptKey,
@@ -152,15 +149,20 @@ async fn replay(
     voice: &Voice,
 ) -> Result<Option<Response>, ApiError> {
     // Until it is delivered, the answer is to be had by the next who asks.
-    let handover = app.recorder.hand_over(key, digest, recorded.clone());
+    let call_id = recorded.call_id.clone();
+    let handover = app.recorder.hand_over(key, digest, recorded);
     let events = app.store.events(&key.rollout_id, &key.attempt_id, Some(MODEL_REQUEST)).await?;
-    let is_it = |event: &&StoredEvent| event.event.data.get("call_id").is_some_and(|id| *id == recorded.call_id);
+    let is_it = |event: &&StoredEvent| event.event.data.get("call_id").is_some_and(|id| *id == call_id);
     let Some(response) = events.iter().find(is_it).and_then(|event| event.response.clone()) else { return Ok(None) };
     let body = tokio::task::spawn_blocking(move || response.read()).await.map_err(|_| RecordError::Lost)??;
-    app.verbatim.remember(key, answer::read(&body, 0).tool_calls);
+    let read = answer::read(&body, 0);
+    // What is no answer is not given twice.
+    if read.choices.is_empty() {
+        return Ok(None);
+    }
+    app.verbatim.remember(key, read.tool_calls);
     let answer =
         UpstreamAnswer { status: StatusCode::OK, content_type: Some(JSON), retry_after: None, body: body.into() };
-    let call_id = recorded.call_id;
     let Ok(reply) = Reply::tell(answer, voice.clone(), &call_id).await else { return Ok(None) };
     tracing::info!(rollout = key.rollout_id, attempt = key.attempt_id, call_id, "a retry gets the recorded answer");
     app.metrics.repeated(Repeated::Recorded);
@@ -216,8 +218,7 @@ fn mark_stream(headers: &mut HeaderMap) {
 /// A stream whose answer is not there yet.
 struct Waiting {
     voice: Voice,
-    answered: oneshot::Receiver<Result<Reply, ApiError>>,
-    _present: oneshot::Sender<()>,
+    answered: oneshot::Receiver<Outcome>,
     every: Duration,
 }
 
