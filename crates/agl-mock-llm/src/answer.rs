@@ -22,6 +22,8 @@ pub struct Asked {
     pub logprobs: bool,
     /// Number of `assistant` messages.
     pub turn: usize,
+    /// True where the conversation holds a tool call or its result already.
+    pub has_called: bool,
     /// The tools it offers, as it describes them.
     pub tools: Vec<Value>,
     /// What an echo gives back.
@@ -53,10 +55,16 @@ pub fn read_request(chat: bool, body: &Value) -> Result<Asked, String> {
         return_token_ids: body.get("return_token_ids").and_then(Value::as_bool).unwrap_or(false),
         logprobs,
         turn,
+        has_called: messages_of(body)
+            .any(|message| message.pointer("/tool_calls/0").is_some() || message.get("role") == Some(&json!("tool"))),
         tools: body.get("tools").and_then(Value::as_array).cloned().unwrap_or_default(),
         last_text,
         model: body.get("model").and_then(Value::as_str).map(str::to_owned),
     })
+}
+
+fn messages_of(body: &Value) -> impl Iterator<Item = &Value> {
+    body.get("messages").and_then(Value::as_array).into_iter().flatten()
 }
 
 type Prompts = (Vec<Vec<u32>>, usize, String);
@@ -118,7 +126,7 @@ pub fn choose(script: &Script, asked: &Asked, next: usize) -> Option<Answer> {
         WhenDone::Cycle if count > 0 => script.answers.get(position % count).cloned(),
         WhenDone::Cycle => echo(),
         WhenDone::Fail => None,
-        WhenDone::Probe => Some(crate::probe::answer(asked.turn, &asked.tools)),
+        WhenDone::Probe => Some(crate::probe::answer(asked.has_called || next >= crate::probe::PATIENCE, &asked.tools)),
     }
 }
 

@@ -7,6 +7,8 @@ use crate::script::{Answer, ToolCall};
 
 /// What the model says once it has nothing left to do.
 const LAST_WORD: &str = "Done.";
+/// From so many answers on no tool is called any more: a harness that forgets what it was answered would go round for ever.
+pub const PATIENCE: usize = 16;
 /// What is run by a tool that runs commands.
 const COMMAND: &str = "echo agl";
 /// Names that tools which run commands go by.
@@ -17,14 +19,14 @@ const LOOKS: [&str; 9] = ["calc", "list", "ls", "glob", "grep", "search", "read"
 const CHANGES: [&str; 11] =
     ["delete", "remove", "write", "edit", "patch", "create", "submit", "finish", "exit", "kill", "send"];
 
-/// The answer in the `turn`th turn of a conversation in which `tools` (as a chat request describes them) may be called.
+/// The answer in a conversation in which `tools` (as a chat request describes them) may be called, and one was or was not yet.
 #[must_use]
-pub fn answer(turn: usize, tools: &[Value]) -> Answer {
+pub fn answer(has_called: bool, tools: &[Value]) -> Answer {
     let functions = tools.iter().filter_map(|tool| tool.get("function"));
     let harmless =
         functions.filter_map(|function| Some((rank(name(function)?), function))).min_by_key(|(rank, _)| *rank);
     match harmless {
-        Some((_, function)) if turn == 0 => {
+        Some((_, function)) if !has_called => {
             let name = name(function).unwrap_or_default().to_owned();
             let arguments = example("", function.get("parameters").unwrap_or(&Value::Null));
             let arguments = if arguments.is_object() { arguments } else { json!({}) };
@@ -117,12 +119,12 @@ mod tests {
             }
         });
         let tools = [tool("delete_file", path.clone()), tool("read_file", path), tool("Bash", shell)];
-        let Answer::Tools { tool_calls, .. } = answer(0, &tools) else { panic!("no tool was called") };
+        let Answer::Tools { tool_calls, .. } = answer(false, &tools) else { panic!("no tool was called") };
         assert_eq!(tool_calls[0].name, "Bash");
         assert_eq!(tool_calls[0].arguments, json!({"command": COMMAND, "timeout": 5, "mode": "fast"}));
-        let Answer::Tools { tool_calls, .. } = answer(0, &tools[..2]) else { panic!("no tool was called") };
+        let Answer::Tools { tool_calls, .. } = answer(false, &tools[..2]) else { panic!("no tool was called") };
         assert_eq!((tool_calls[0].name.as_str(), &tool_calls[0].arguments), ("read_file", &json!({"path": "1"})));
-        assert_eq!(answer(1, &tools), Answer::Text(LAST_WORD.to_owned()));
-        assert_eq!(answer(0, &[]), Answer::Text(LAST_WORD.to_owned()));
+        assert_eq!(answer(true, &tools), Answer::Text(LAST_WORD.to_owned()));
+        assert_eq!(answer(false, &[]), Answer::Text(LAST_WORD.to_owned()));
     }
 }

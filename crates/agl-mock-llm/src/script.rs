@@ -81,7 +81,7 @@ pub enum WhenDone {
     Cycle,
     /// Status 500, saying that the script is at its end.
     Fail,
-    /// In the first turn a call of a harmless tool, where one is offered; then a last word. See [`crate::probe`].
+    /// First a call of a harmless tool, where one is offered; then a last word. See [`crate::probe`].
     Probe,
 }
 

@@ -96,6 +96,11 @@ pub fn serves_models(host: &str) -> bool {
         || MODEL_HOSTS.iter().any(|known| name == *known || name.ends_with(&format!(".{known}")))
 }
 
+/// True for this machine: some clients ask the proxy for it although they are told not to.
+pub fn is_here(host: &str) -> bool {
+    ["127.0.0.1:", "localhost:", "[::1]:"].iter().any(|here| host.starts_with(here))
+}
+
 async fn pass_on(mut harness: TcpStream, hosts: &Hosts) -> std::io::Result<()> {
     let Some((head, rest)) = read_head(&mut harness).await? else { return Ok(()) };
     let Some(asked) = Asked::read(&head) else {
