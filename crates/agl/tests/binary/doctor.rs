@@ -2,10 +2,14 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
-use serde_json::Value;
+use agl_mock_llm::{MockLlm, Script, WhenDone};
+use serde_json::{Value, json};
 
-use crate::support::{agl, python, recipe, test_agent};
+use crate::support::{Running, agl, eventually, free_port, get, http, python, recipe, test_agent};
+
+const LIMIT: Duration = Duration::from_secs(90);
 
 /// What the doctor says of a harness of this habit, and its exit code.
 fn looked_at(habit: &str, more: &[&str]) -> (String, Option<i32>) {
@@ -115,6 +119,41 @@ fn a_recipe_is_looked_at_with_its_own_policy_task_and_evaluator() {
     let (said, code) = doctor(&args);
     says(&said, &["holds an earlier rollout", "choose another"]);
     assert_eq!(code, Some(2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_of_ones_own_or_one_that_a_gateway_knows_answers() {
+    let script = Script { when_done: WhenDone::Probe, ..Script::default() };
+    let server = MockLlm::start(script).await.unwrap();
+    // What the server is called there is asked of it, and its tokens are decoded by it.
+    let (said, code) = looked_at("forgetful", &["--endpoint", &server.endpoint()]);
+    says(&said, &["rewritten history", "was       \"<tool_call>shell", "came back \"(I ran a command.)<|end|>"]);
+    assert_eq!(code, Some(0), "{said}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let url = format!("http://127.0.0.1:{}", free_port());
+    let mut command = agl();
+    command.args(["serve", "--store", "memory", "--listen", url.trim_start_matches("http://")]);
+    let _gateway = Running::start(&mut command, "serve", folder.path());
+    eventually("the gateway is up", LIMIT, || get(&format!("{url}/healthz")).is_some());
+    let model = json!([{"model": "mine", "endpoint": server.endpoint()}]);
+    http("POST", &format!("{url}/api/models"), "", Some(&model)).unwrap();
+    let asked = server.received();
+    let (said, code) = looked_at("whole", &["--registered", "mine", "--gateway", &url]);
+    says(&said, &["2 calls in 1 row: 1 merge", &server.endpoint()]);
+    assert_eq!((code, server.received() - asked), (Some(0), 2), "{said}");
+    assert_eq!(
+        get(&format!("{url}/api/rollouts?state_in=succeeded")).unwrap(),
+        json!([]),
+        "that gateway is left alone"
+    );
+    let (said, code) = looked_at("whole", &["--registered", "other", "--gateway", &url]);
+    says(&said, &["--registered other", "it knows mine"]);
+    assert_eq!(code, Some(2));
+    let nobody = format!("http://127.0.0.1:{}/v1", free_port());
+    let (said, code) = looked_at("whole", &["--endpoint", &nobody]);
+    says(&said, &[&nobody, "--model-name"]);
+    assert_eq!(code, Some(1));
 }
 
 #[test]
