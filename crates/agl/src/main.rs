@@ -25,6 +25,17 @@ struct Cli {
     /// What is logged on standard error, such as `info` or `agl_gateway=debug`.
     #[arg(long, global = true, env = "AGL_LOG", default_value = "warn", value_name = "FILTER")]
     log: String,
+    /// How it is logged.
+    #[arg(long, global = true, env = "AGL_LOG_FORMAT", default_value = "text", value_name = "FORMAT")]
+    log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum LogFormat {
+    /// For a person.
+    Text,
+    /// A JSON object on each line; the ids of rollout and attempt stand in its `span`.
+    Json,
 }
 
 #[derive(Subcommand)]
@@ -102,11 +113,14 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> anyhow::Result<()> {
     let filter = tracing_subscriber::EnvFilter::try_new(&cli.log)
         .map_err(|error| failure::usage(format!("--log {}: {error}", cli.log)))?;
-    tracing_subscriber::fmt()
+    let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .init();
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
+    match cli.log_format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().with_span_list(false).init(),
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         match cli.command {
