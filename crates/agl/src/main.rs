@@ -25,6 +25,17 @@ struct Cli {
     /// What is logged on standard error, such as `info` or `agl_gateway=debug`; `warn` if absent, and nothing under the doctor.
     #[arg(long, global = true, env = "AGL_LOG", value_name = "FILTER")]
     log: Option<String>,
+    /// How it is logged.
+    #[arg(long, global = true, env = "AGL_LOG_FORMAT", default_value = "text", value_name = "FORMAT")]
+    log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum LogFormat {
+    /// For a person.
+    Text,
+    /// A JSON object on each line; the ids of rollout and attempt stand in its `span`.
+    Json,
 }
 
 #[derive(Subcommand)]
@@ -114,11 +125,14 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     let filter = cli.log.as_deref().unwrap_or(default);
     let filter = tracing_subscriber::EnvFilter::try_new(filter)
         .map_err(|error| failure::usage(format!("--log {filter}: {error}")))?;
-    tracing_subscriber::fmt()
+    let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .init();
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
+    match cli.log_format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().with_span_list(false).init(),
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         match cli.command {

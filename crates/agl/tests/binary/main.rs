@@ -7,5 +7,6 @@ mod bad_input;
 mod contract;
 mod crash;
 mod doctor;
+mod logs;
 mod quickstart;
 mod support;
