@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use agl_store::SharedStore;
+use agl_store::{SharedStore, StoreError};
 use axum::http::{HeaderMap, Uri};
 use tokio::sync::{Semaphore, watch};
 
@@ -17,6 +17,7 @@ use crate::proxy::recorder::Recorder;
 use crate::proxy::servers::Servers;
 use crate::proxy::upstream::Upstream;
 use crate::proxy::verbatim::Verbatim;
+use crate::retention;
 
 /// As many calls may be under way as a semaphore can count to. Whoever holds all permits knows that none is.
 pub(crate) const ALL_CALLS: u32 = 1 << 20;
@@ -69,7 +70,15 @@ impl App {
             stopping: watch::Sender::new(false),
         });
         tokio::spawn(tidy_metrics(Arc::downgrade(&app)));
+        tokio::spawn(retention::keep_within_limits(Arc::downgrade(&app)));
         Ok(app)
+    }
+
+    /// Deletes a rollout and what is remembered of it. One that does not exist is no error.
+    pub(crate) async fn delete_rollout(&self, rollout_id: &str) -> Result<(), StoreError> {
+        self.store.delete_rollout(rollout_id).await?;
+        self.recorder.forget(rollout_id);
+        Ok(())
     }
 
     /// What the request may do on the URLs of this attempt. The signature is checked first, then whether the key has ended.

@@ -9,6 +9,7 @@
 //! * `gate` — holds calls during a pause.
 //! * `keys` — who may do what.
 //! * `metrics` — what Prometheus is told.
+//! * `retention` — which rollouts that have ended are deleted.
 //! * [`error`] — why a gateway does not start, and the form of its error answers.
 
 use std::net::SocketAddr;
@@ -27,6 +28,7 @@ mod gate;
 mod keys;
 mod metrics;
 mod proxy;
+mod retention;
 
 pub use config::GatewayConfig;
 pub use error::GatewayError;

@@ -9,6 +9,7 @@ use metrics::{Counter, Histogram, Key, KeyName, Label, Level, Metadata, Recorder
 use metrics_exporter_prometheus::{BuildError, PrometheusBuilder, PrometheusRecorder};
 
 use crate::gate::GateView;
+use crate::retention::Limit;
 
 /// From half a millisecond to the longest answers, in seconds.
 const BUCKETS: [f64; 18] =
@@ -23,6 +24,9 @@ const RETRIES: &str = "agl_gateway_upstream_retries_total";
 const REPEATED: &str = "agl_gateway_repeated_calls_total";
 const HANGUPS: &str = "agl_gateway_hangups_total";
 const ANSWERS: &str = "agl_gateway_answers_total";
+const DELETED: &str = "agl_gateway_retention_deleted_total";
+const PASSED_OVER: &str = "agl_gateway_retention_protected";
+const STORE_BYTES: &str = "agl_gateway_store_bytes";
 const INFLIGHT: &str = "agl_gateway_inflight";
 const HELD: &str = "agl_gateway_held";
 const PAUSED: &str = "agl_gateway_paused";
@@ -48,14 +52,23 @@ impl Metrics {
             (REPEATED, "Calls that were answered without asking a server, because they had been asked before"),
             (HANGUPS, "Calls whose harness was gone when their answer came"),
             (ANSWERS, "Sampled answers, by what training can make of them"),
+            (DELETED, "Rollouts that retention has deleted, by the limit that asked for it"),
         ];
         let histograms = [
             (UPSTREAM, "Calls from the gate to the server's answer, holds and retries included"),
             (OVERHEAD, "What the gateway adds to a call: reading, translating, recording, committing"),
             (COMMIT, "Recording a call until it is durable"),
         ];
-        let gauges =
-            [(INFLIGHT, "Calls at servers now"), (HELD, "Calls held by a pause now"), (PAUSED, "1 during a pause")];
+        let gauges = [
+            (INFLIGHT, "Calls at servers now"),
+            (HELD, "Calls held by a pause now"),
+            (PAUSED, "1 during a pause"),
+            (STORE_BYTES, "What the store holds, without room that is free again"),
+            (
+                PASSED_OVER,
+                "Rollouts that a limit asked for and that a trainer may still need, as of retention's last pass",
+            ),
+        ];
         for (name, what) in counters {
             recorder.describe_counter(KeyName::from(name), None, SharedString::from(what));
         }
@@ -68,14 +81,13 @@ impl Metrics {
         Ok(Self(recorder))
     }
 
-    /// In Prometheus' text form.
-    pub(crate) fn render(&self, gate: &GateView) -> String {
-        for (name, value) in [
-            (INFLIGHT, gate.inflight as f64),
-            (HELD, gate.held as f64),
-            (PAUSED, f64::from(u8::from(gate.pause.is_some()))),
-        ] {
-            self.0.register_gauge(&Key::from_name(name), &METADATA).set(value);
+    /// In Prometheus' text form. `store_bytes` is left as it was where the store does not say.
+    pub(crate) fn render(&self, gate: &GateView, store_bytes: Option<u64>) -> String {
+        self.gauge(INFLIGHT, gate.inflight as f64);
+        self.gauge(HELD, gate.held as f64);
+        self.gauge(PAUSED, f64::from(u8::from(gate.pause.is_some())));
+        if let Some(bytes) = store_bytes {
+            self.gauge(STORE_BYTES, bytes as f64);
         }
         self.0.handle().render()
     }
@@ -126,6 +138,18 @@ impl Metrics {
             (CallOutcome::Ok, Continuation::Branch) => "branch",
         };
         self.counter(ANSWERS, vec![label("kind", kind)]).increment(1);
+    }
+
+    pub(crate) fn retention_deleted(&self, limit: Limit) {
+        self.counter(DELETED, vec![label("limit", limit.name())]).increment(1);
+    }
+
+    pub(crate) fn retention_passed_over(&self, rollouts: u64) {
+        self.gauge(PASSED_OVER, rollouts as f64);
+    }
+
+    fn gauge(&self, name: &'static str, value: f64) {
+        self.0.register_gauge(&Key::from_name(name), &METADATA).set(value);
     }
 
     fn counter(&self, name: &'static str, labels: Vec<Label>) -> Counter {

@@ -33,6 +33,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 
 /// `GET /metrics`, in Prometheus' text form.
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let text = app.metrics.render(&app.gate.view());
+    let bytes = tokio::time::timeout(STORE_PATIENCE, app.store.stored_bytes()).await;
+    let text = app.metrics.render(&app.gate.view(), bytes.ok().and_then(Result::ok));
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
