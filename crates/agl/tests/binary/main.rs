@@ -7,5 +7,6 @@ mod bad_input;
 mod contract;
 mod crash;
 mod keep;
+mod kills;
 mod quickstart;
 mod support;
