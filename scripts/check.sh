@@ -10,6 +10,7 @@ run_check() {
       "$(python_environment schemathesis schemathesis==4.32.5)" scripts/schemathesis/run.py "$@" ;;
     fuzz) need_rust; check_fuzz "$@" ;;
     harnesses) need_rust; need_python; cargo build --release --workspace --bin agl --bin agl-mock-llm; python3 scripts/harnesses/run.py "$@" ;;
+    kills) need_rust; check_kills "$@" ;;
     *) cat >&2 <<'HELP'
 ./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
 ./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned
@@ -17,6 +18,7 @@ run_check() {
 ./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
 ./x check schemathesis [N]   the whole HTTP interface as /openapi.json describes it, N made-up requests per operation (default 100)
 ./x check fuzz [SECONDS [TARGET…]]  every fuzzer for so long (default 600); what was found is kept for the next time
+./x check kills [postgres]   kill -9 of the gateway a hundred times under 64 agents: nothing acknowledged is lost, nothing is corrupt
 HELP
       [ -z "$name" ] && return 0; exit 2 ;;
   esac
@@ -97,4 +99,16 @@ check_processes() {
   say "three processes:"
   holds "$(figure "$out/summary.json" final_val_reward) >= 0.90" "after" || failed=1
   return $failed
+}
+
+# The test builds as ./x test does. postgres: on the database that AGL_TEST_POSTGRES names.
+check_kills() {
+  local store=""
+  case "${1:-sqlite}" in
+    sqlite) ;;
+    postgres) store="${AGL_TEST_POSTGRES:-}"; [ -n "$store" ] || die "AGL_TEST_POSTGRES is not set: give it as postgres://USER@HOST/DATABASE" ;;
+    *) die "check kills knows sqlite and postgres, not $1" ;;
+  esac
+  AGL_TEST_KILLS_STORE="$store" cargo test --workspace --test binary -- --ignored --nocapture --exact \
+    kills::a_hundred_kills_of_the_gateway_lose_nothing_that_was_acknowledged
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use agl_store::SharedStore;
+use agl_store::{SharedStore, StoreError};
 use axum::http::{HeaderMap, Uri};
 use tokio::sync::{Semaphore, watch};
 
@@ -19,6 +19,7 @@ use crate::proxy::servers::Servers;
 use crate::proxy::upstream::{Queue, Upstream};
 use crate::proxy::verbatim::Verbatim;
 use crate::quota::Quota;
+use crate::retention;
 use crate::watchdog::{self, Watchdog};
 
 /// As many calls may be under way as a semaphore can count to. Whoever holds all permits knows that none is.
@@ -85,7 +86,16 @@ impl App {
         tokio::spawn(tidy_metrics(Arc::downgrade(&app)));
         tokio::spawn(watchdog::keep_watch(Arc::downgrade(&app), patience));
         tokio::spawn(watchdog::keep_asking(Arc::downgrade(&app), patience));
+        tokio::spawn(retention::keep_within_limits(Arc::downgrade(&app)));
         Ok(app)
+    }
+
+    /// Deletes a rollout and what is remembered of it. One that does not exist is no error.
+    pub(crate) async fn delete_rollout(&self, rollout_id: &str) -> Result<(), StoreError> {
+        self.store.delete_rollout(rollout_id).await?;
+        self.recorder.forget(rollout_id);
+        self.quota.forget(rollout_id);
+        Ok(())
     }
 
     /// What the request may do on the URLs of this attempt. The signature is checked first, then whether the key has ended.

@@ -36,6 +36,8 @@ pub struct GatewayConfig {
     pub watchdog_seconds: f64,
     /// How long a call waits for a model to be registered.
     pub no_model_wait_seconds: f64,
+    /// Which rollouts that have ended are deleted.
+    pub retention: RetentionConfig,
     /// The largest request body, in bytes.
     pub body_limit: usize,
     /// How long a pause lasts that names no lease.
@@ -60,6 +62,7 @@ impl Default for GatewayConfig {
             hold: HoldConfig::default(),
             limits: LimitsConfig::default(),
             watchdog_seconds: 120.0,
+            retention: RetentionConfig::default(),
             no_model_wait_seconds: 10.0,
             body_limit: 64 * 1024 * 1024,
             pause_lease_seconds: 3600.0,
@@ -200,6 +203,45 @@ impl Default for LimitsConfig {
     }
 }
 
+/// Which rollouts that have ended are deleted, oldest ended first: those that any of the limits asks for. Without limits none is,
+/// and a rollout that has not ended never is.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RetentionConfig {
+    /// At most so many are kept.
+    pub keep_rollouts: Option<u64>,
+    /// Those that ended longer ago are deleted.
+    pub max_age_seconds: Option<f64>,
+    /// While the store holds more than this, they are deleted. Its size as `agl_gateway_store_bytes` in `/metrics` gives it.
+    pub max_bytes: Option<u64>,
+    /// None is deleted that ended less long ago, whatever the limits say: whoever waited for it may be reading it.
+    pub protect_seconds: f64,
+    /// The same for a train rollout that no checkpoint has consumed: its trainer may need it for a group that is not whole yet.
+    pub protect_unconsumed_seconds: f64,
+    /// How often is looked.
+    pub every_seconds: f64,
+}
+
+impl Default for RetentionConfig {
+    fn default() -> Self {
+        Self {
+            keep_rollouts: None,
+            max_age_seconds: None,
+            max_bytes: None,
+            protect_seconds: 600.0,
+            protect_unconsumed_seconds: 86_400.0,
+            every_seconds: 60.0,
+        }
+    }
+}
+
+impl RetentionConfig {
+    /// True if any limit is set.
+    pub(crate) fn is_on(&self) -> bool {
+        self.keep_rollouts.is_some() || self.max_age_seconds.is_some() || self.max_bytes.is_some()
+    }
+}
+
 impl GatewayConfig {
     /// The first setting that cannot be used: its name and what is wrong with it.
     pub(crate) fn problem(&self) -> Option<(&'static str, String)> {
@@ -217,6 +259,10 @@ impl GatewayConfig {
             ("no_model_wait_seconds", self.no_model_wait_seconds),
             ("pause_lease_seconds", self.pause_lease_seconds),
             ("shutdown_grace_seconds", self.shutdown_grace_seconds),
+            ("retention.max_age_seconds", self.retention.max_age_seconds.unwrap_or(0.0)),
+            ("retention.protect_seconds", self.retention.protect_seconds),
+            ("retention.protect_unconsumed_seconds", self.retention.protect_unconsumed_seconds),
+            ("retention.every_seconds", self.retention.every_seconds),
         ];
         let unusable = durations.into_iter().find(|(_, seconds)| seconds_to_duration(*seconds).is_none());
         if let Some((name, seconds)) = unusable {
@@ -239,6 +285,9 @@ impl GatewayConfig {
         }
         if self.limits.max_inflight_calls == 0 {
             return Some(("limits.max_inflight_calls", "0 would never call a server; 4096 is usual".to_owned()));
+        }
+        if self.retention.every_seconds == 0.0 {
+            return Some(("retention.every_seconds", "0 would never stop looking; 60 is usual".to_owned()));
         }
         if self.upstream.max_attempts == 0 {
             return Some(("upstream.max_attempts", "0 would never call the server; 1 calls it once".to_owned()));

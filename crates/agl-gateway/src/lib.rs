@@ -12,6 +12,7 @@
 //! * `server` — connections, and limits on slow clients.
 //! * `quota` — how many events a rollout may have.
 //! * `watchdog` — names what is stuck.
+//! * `retention` — which rollouts that have ended are deleted.
 //! * [`error`] — why a gateway does not start, and the form of its error answers.
 
 use std::net::SocketAddr;
@@ -33,6 +34,7 @@ mod keys;
 mod metrics;
 mod proxy;
 mod quota;
+mod retention;
 mod server;
 mod watchdog;
 

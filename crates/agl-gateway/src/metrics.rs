@@ -9,6 +9,7 @@ use metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, R
 use metrics_exporter_prometheus::{BuildError, PrometheusBuilder, PrometheusRecorder};
 
 use crate::gate::GateView;
+use crate::retention::Limit;
 use crate::watchdog::Wait;
 
 /// From half a millisecond to the longest answers, in seconds.
@@ -24,6 +25,9 @@ const RETRIES: &str = "agl_gateway_upstream_retries_total";
 const REPEATED: &str = "agl_gateway_repeated_calls_total";
 const HANGUPS: &str = "agl_gateway_hangups_total";
 const ANSWERS: &str = "agl_gateway_answers_total";
+const DELETED: &str = "agl_gateway_retention_deleted_total";
+const PASSED_OVER: &str = "agl_gateway_retention_protected";
+const STORE_BYTES: &str = "agl_gateway_store_bytes";
 const INFLIGHT: &str = "agl_gateway_inflight";
 const HELD: &str = "agl_gateway_held";
 const PAUSED: &str = "agl_gateway_paused";
@@ -56,6 +60,7 @@ impl Metrics {
             (ANSWERS, "Sampled answers, by what training can make of them"),
             (STUCK_EVER, "What has waited too long, by what it waited for"),
             (LOOP_LATE, "How often the event loop came so late that calls felt it"),
+            (DELETED, "Rollouts that retention has deleted, by the limit that asked for it"),
         ];
         let histograms = [
             (UPSTREAM, "Calls from the gate to the server's answer, holds and retries included"),
@@ -69,6 +74,11 @@ impl Metrics {
             (WAITING, "Calls that wait for their turn now"),
             (STUCK, "What waits too long now, by what it waits for"),
             (LOOP_LAG, "How late the event loop came when it was last looked at"),
+            (STORE_BYTES, "What the store holds, without room that is free again"),
+            (
+                PASSED_OVER,
+                "Rollouts that a limit asked for and that a trainer may still need, as of retention's last pass",
+            ),
         ];
         for (name, what) in counters {
             recorder.describe_counter(KeyName::from(name), None, SharedString::from(what));
@@ -82,8 +92,14 @@ impl Metrics {
         Ok(Self(recorder))
     }
 
-    /// In Prometheus' text form.
-    pub(crate) fn render(&self, gate: &GateView, waiting: usize, stuck: &[(Wait, usize)]) -> String {
+    /// In Prometheus' text form. `store_bytes` is left as it was where the store does not say.
+    pub(crate) fn render(
+        &self,
+        gate: &GateView,
+        waiting: usize,
+        stuck: &[(Wait, usize)],
+        store_bytes: Option<u64>,
+    ) -> String {
         for (name, value) in [
             (INFLIGHT, gate.inflight as f64),
             (HELD, gate.held as f64),
@@ -94,6 +110,9 @@ impl Metrics {
         }
         for &(wait, count) in stuck {
             self.gauge(STUCK, vec![label("waits_for", wait.name())]).set(count as f64);
+        }
+        if let Some(bytes) = store_bytes {
+            self.gauge(STORE_BYTES, Vec::new()).set(bytes as f64);
         }
         self.0.handle().render()
     }
@@ -159,6 +178,14 @@ impl Metrics {
     /// It came so late that calls felt it.
     pub(crate) fn event_loop_late(&self) {
         self.counter(LOOP_LATE, Vec::new()).increment(1);
+    }
+
+    pub(crate) fn retention_deleted(&self, limit: Limit) {
+        self.counter(DELETED, vec![label("limit", limit.name())]).increment(1);
+    }
+
+    pub(crate) fn retention_passed_over(&self, rollouts: u64) {
+        self.gauge(PASSED_OVER, Vec::new()).set(rollouts as f64);
     }
 
     fn gauge(&self, name: &'static str, labels: Vec<Label>) -> Gauge {

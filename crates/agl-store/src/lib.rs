@@ -114,7 +114,11 @@ pub trait Store: Send + Sync + 'static {
     /// The secret of that name; `fresh` is kept and returned if there is none yet.
     async fn secret(&self, name: &'static str, fresh: [u8; 32]) -> Result<[u8; 32], StoreError>;
 
-    /// Entries of the change log after `after`, at most `limit`.
+    /// How many bytes the content takes. Room that deletions have freed and that will be used again does not count: the figure
+    /// falls when rollouts are deleted, and retention's `max_bytes` relies on that.
+    async fn stored_bytes(&self) -> Result<u64, StoreError>;
+
+    /// Entries of the change log after `after`, at most `limit`. Of a deleted rollout only its deletion may be left.
     async fn changes(&self, after: u64, limit: usize) -> Result<Vec<Change>, StoreError>;
     /// The cursor of the newest change; is told of every change once it can be read.
     fn newest_change(&self) -> watch::Receiver<u64>;

@@ -38,6 +38,8 @@ struct Content {
     /// In the order of appending, all attempts of a rollout in one list.
     events: HashMap<String, Vec<StoredEvent>>,
     calls: HashMap<(String, String), Vec<StoredCall>>,
+    /// About how many bytes each rollout takes: its JSON, and its bodies and tokens as they are kept.
+    sizes: HashMap<String, usize>,
     last_calls: HashMap<(String, String), LastCall>,
     terminal: Vec<TerminalItem>,
     changes: Vec<(ChangeKind, String)>,
@@ -88,6 +90,10 @@ impl Content {
         }
     }
 
+    fn grew(&mut self, rollout_id: &str, by: usize) {
+        *self.sizes.entry(rollout_id.to_owned()).or_default() += by;
+    }
+
     fn log(&mut self, kind: ChangeKind, rollout_id: &str) {
         self.changes.push((kind, rollout_id.to_owned()));
     }
@@ -115,6 +121,7 @@ impl Store for MemoryStore {
             let number = content.last_number;
             content.numbers.insert(rollout.rollout_id.clone(), number);
             content.log(ChangeKind::Created, &rollout.rollout_id);
+            content.grew(&rollout.rollout_id, json_size(&rollout));
             content.rollouts.insert(number, rollout.clone());
             answers.push(rollout);
         }
@@ -168,6 +175,7 @@ impl Store for MemoryStore {
         content.rollouts.remove(&number);
         content.attempts.remove(rollout_id);
         content.events.remove(rollout_id);
+        content.sizes.remove(rollout_id);
         content.calls.retain(|(rollout, _), _| rollout != rollout_id);
         content.last_calls.retain(|(rollout, _), _| rollout != rollout_id);
         content.log(ChangeKind::Deleted, rollout_id);
@@ -275,6 +283,7 @@ impl Store for MemoryStore {
             data: event.data,
         };
         let stored = StoredEvent { event: event.clone(), request: None, response: None };
+        content.grew(rollout_id, json_size(&event));
         content.events.entry(rollout_id.to_owned()).or_default().push(stored);
         Ok(event)
     }
@@ -320,8 +329,13 @@ impl Store for MemoryStore {
             request: keep(&call.request, &request),
             response: response.as_ref().map(|body| keep(&call.response, body)),
         };
+        let size = |body: &Body| body.stored().len();
+        let bodies = size(&request) + response.as_ref().map_or(0, size);
+        let tokens: usize = call.rows.iter().map(|row| 4 * row.inserted.len() + 8 * row.sampled.len()).sum();
+        let bytes = json_size(&call.data) + bodies + tokens;
         let mut content = self.content()?;
         content.must_exist(&call.rollout_id)?;
+        content.grew(&call.rollout_id, bytes);
         let status = call.data.get("status").and_then(|status| status.as_str()).unwrap_or_default().to_owned();
         let event = Event {
             event_type: MODEL_REQUEST.to_owned(),
@@ -398,6 +412,10 @@ impl Store for MemoryStore {
         Ok(*self.content()?.secrets.entry(name).or_insert(fresh))
     }
 
+    async fn stored_bytes(&self) -> Result<u64, StoreError> {
+        Ok(self.content()?.sizes.values().map(|bytes| *bytes as u64).sum())
+    }
+
     async fn changes(&self, after: u64, limit: usize) -> Result<Vec<Change>, StoreError> {
         let content = self.content()?;
         let from = usize::try_from(after).unwrap_or(usize::MAX).min(content.changes.len());
@@ -421,6 +439,10 @@ impl Store for MemoryStore {
             content.closed = true;
         }
     }
+}
+
+fn json_size(value: &impl serde::Serialize) -> usize {
+    serde_json::to_vec(value).map_or(0, |json| json.len())
 }
 
 /// Only an answer that is on its way has an open fate.

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use agl_core::rollout::{Rollout, RolloutCreate};
+use agl_core::rollout::{Rollout, RolloutCreate, RolloutState, StatusPatch};
 use agl_store::{SqliteStore, Store, StoreError};
 use rusqlite::Connection;
 use serde_json::json;
@@ -128,5 +128,87 @@ async fn bodies_of_before_a_restart_are_read_and_stood_beside_by_those_of_after_
             assert_eq!(event.response.unwrap().read().unwrap(), call(seq).response);
         }
         store.close().await;
+    }
+}
+
+/// A rollout that ends after a call with `bytes` of what cannot be compressed.
+async fn a_rollout_of(store: &SqliteStore, id: &str, bytes: usize) {
+    let mut state = id.bytes().fold(0x9E37_79B9_7F4A_7C15_u64, |state, byte| state.rotate_left(9) ^ u64::from(byte));
+    let noise: Vec<u8> = std::iter::repeat_with(|| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 56) as u8
+    })
+    .take(bytes)
+    .collect();
+    store.create_rollouts(vec![rollout(id)]).await.unwrap();
+    let call = agl_store::CallRecord {
+        rollout_id: id.to_owned(),
+        attempt_id: "0".to_owned(),
+        timestamp: 1.0,
+        data: serde_json::Map::new(),
+        request: noise.into(),
+        response: bytes::Bytes::new(),
+        rows: Vec::new(),
+        request_digest: [0; 32],
+        http_status: 200,
+        supersedes: Vec::new(),
+    };
+    store.record_call(call).await.unwrap();
+    for state in [RolloutState::Running, RolloutState::Succeeded] {
+        let patch = StatusPatch { state: Some(state), ..StatusPatch::default() };
+        store.patch_rollout(id, patch, 2.0).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_file_whose_oldest_rollouts_are_deleted_does_not_grow_and_keeps_its_cursors() {
+    let (_folder, path) = fresh();
+    let store = SqliteStore::open(&path).await.unwrap();
+    let mut largest_early = 0;
+    let mut largest = 0;
+    for number in 0..400_u64 {
+        a_rollout_of(&store, &format!("r{number}"), 100_000).await;
+        if let Some(old) = number.checked_sub(20) {
+            store.delete_rollout(&format!("r{old}")).await.unwrap();
+        }
+        let size = std::fs::metadata(&path).unwrap().len();
+        largest = largest.max(size);
+        if number < 100 {
+            largest_early = largest;
+        }
+    }
+    assert!(largest <= largest_early + largest_early / 10, "{largest_early} bytes after 100 rollouts, later {largest}");
+    let page = store.terminal(0, 1000).await.unwrap();
+    assert_eq!((page.items.len(), page.next_after, page.total_terminal), (20, 400, 400));
+    store.close().await;
+    let raw = Connection::open(&path).unwrap();
+    for (table, most) in [("rollouts", 20), ("terminal_order", 20), ("blobs", 20), ("changes", 20 * 3 + 380)] {
+        let rows: i64 = raw.query_row(&format!("SELECT count(*) FROM {table}"), [], |row| row.get(0)).unwrap();
+        assert!(rows <= most, "{rows} rows of {table}");
+    }
+    let whole: String = raw.query_row("PRAGMA integrity_check", [], |row| row.get(0)).unwrap();
+    assert_eq!(whole, "ok");
+}
+
+#[tokio::test]
+async fn a_file_that_has_become_too_large_shrinks_when_its_rollouts_are_deleted() {
+    let (_folder, path) = fresh();
+    let store = SqliteStore::open(&path).await.unwrap();
+    for number in 0..200 {
+        a_rollout_of(&store, &format!("r{number}"), 150_000).await;
+    }
+    let full = store.stored_bytes().await.unwrap();
+    for number in 0..190 {
+        store.delete_rollout(&format!("r{number}")).await.unwrap();
+    }
+    let left = store.stored_bytes().await.unwrap();
+    assert!(left * 10 < full, "{full} → {left}");
+    store.close().await;
+    let size = std::fs::metadata(&path).unwrap().len();
+    assert!(size < full / 3, "{size} bytes for {left}, once {full}");
+    let store = SqliteStore::open(&path).await.unwrap();
+    for number in 190..200 {
+        let event = store.events(&format!("r{number}"), "0", None).await.unwrap().remove(0);
+        assert_eq!(event.request.unwrap().read().unwrap().len(), 150_000);
     }
 }

@@ -33,6 +33,8 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 
 /// `GET /metrics`, in Prometheus' text form.
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let text = app.metrics.render(&app.gate.view(), app.places.waiting(), &app.watchdog.stuck());
+    let bytes = tokio::time::timeout(STORE_PATIENCE, app.store.stored_bytes()).await;
+    let bytes = bytes.ok().and_then(Result::ok);
+    let text = app.metrics.render(&app.gate.view(), app.places.waiting(), &app.watchdog.stuck(), bytes);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }

@@ -107,9 +107,7 @@ pub(super) async fn delete(
     State(app): State<Arc<App>>,
     Path(rollout_id): Path<String>,
 ) -> Result<StatusCode, ApiError> {
-    app.store.delete_rollout(&rollout_id).await?;
-    app.recorder.forget(&rollout_id);
-    app.quota.forget(&rollout_id);
+    app.delete_rollout(&rollout_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -6,7 +6,7 @@ use serde_json::json;
 use crate::scene::{Reply, Scene, completion};
 
 /// The value of a metric with exactly these labels.
-fn value(text: &str, series: &str) -> Option<f64> {
+pub fn value(text: &str, series: &str) -> Option<f64> {
     text.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
 }
 

@@ -12,6 +12,7 @@ mod models;
 mod pause;
 mod proxy;
 mod restart;
+mod retention;
 mod rollouts;
 mod scene;
 mod startup;

@@ -1,8 +1,11 @@
 //! Which servers there are and which of them a rollout is sent to.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use serde_json::{Value, json};
 
-use crate::scene::{KEY, MODEL, Scene, Upstream, chat_path, quick};
+use crate::scene::{KEY, MODEL, Scene, Upstream, chat_path, quick, until};
 
 #[tokio::test]
 async fn models_are_registered_listed_and_removed() {
@@ -194,4 +197,99 @@ async fn without_a_server_key_nobody_can_have_a_variable_sent_anywhere() {
     let model = json!([{"model": "m", "endpoint": "http://thief/v1", "api_key_env": "PATH"}]);
     let answer = scene.send(reqwest::Method::POST, "/api/models", "", Some(&model)).await;
     assert_eq!(answer.status, 403, "{}", answer.text);
+}
+
+/// Agents that call one after the other, and how far they are.
+#[derive(Default)]
+struct Callers {
+    begun: AtomicUsize,
+    answered: AtomicUsize,
+    stop: std::sync::atomic::AtomicBool,
+}
+
+impl Callers {
+    fn spawn(self: &Arc<Self>, scene: &Scene, rollout: &str, agent: &'static str) -> tokio::task::JoinHandle<()> {
+        let (callers, http) = (Arc::clone(self), scene.http.clone());
+        let url = format!("{}{}", scene.url, chat_path(rollout, "train"));
+        tokio::spawn(async move {
+            for number in 0.. {
+                if callers.stop.load(Ordering::SeqCst) {
+                    return;
+                }
+                callers.begun.fetch_add(1, Ordering::SeqCst);
+                let body = json!({"messages": [number]}).to_string();
+                let request = http.post(&url).bearer_auth(KEY).header("x-agl-agent", agent).body(body);
+                let answer = request.send().await.unwrap();
+                let (status, text) = (answer.status(), answer.text().await.unwrap());
+                assert_eq!(status, 200, "{agent}'s call {number}: {text}");
+                callers.answered.fetch_add(1, Ordering::SeqCst);
+            }
+        })
+    }
+
+    fn answered(&self) -> usize {
+        self.answered.load(Ordering::SeqCst)
+    }
+
+    fn waiting(&self) -> usize {
+        self.begun.load(Ordering::SeqCst) - self.answered()
+    }
+}
+
+/// As the trainer of Agent Lightning v1.0 does it: pause and drain after a step, then resume, remove all servers of the policy,
+/// and register them anew.
+#[tokio::test]
+async fn a_trainer_that_removes_and_registers_its_servers_at_every_step_fails_no_call() {
+    const AGENTS: usize = 6;
+    let mut config = quick();
+    config.no_model_wait_seconds = 10.0;
+    config.routes = serde_json::from_value(json!([{"agent": "judge", "to": "api"}])).unwrap();
+    let scene = Scene::with(config).await;
+    let api = Upstream::start().await;
+    let external = json!({"model": "api", "endpoint": api.endpoint, "kind": "external"});
+    scene.register(json!([external])).await;
+    let (agents, judges) = (Arc::new(Callers::default()), Arc::new(Callers::default()));
+    let mut calling = Vec::new();
+    for number in 0..=AGENTS {
+        let id = format!("r{number}");
+        scene.enqueue(&id).await;
+        calling.push(match number {
+            AGENTS => judges.spawn(&scene, &id, "judge"),
+            _ => agents.spawn(&scene, &id, "main"),
+        });
+    }
+    for step in 1..=5 {
+        let before = agents.answered();
+        until("the agents are answered", async || agents.answered() >= before + 2 * AGENTS).await;
+        scene.post("/proxy/pause", json!({"reason": format!("rollout_done step={step}")})).await;
+        until("the proxy is drained", async || scene.get("/proxy/state").await.json()["inflight"] == 0).await;
+        scene.post("/proxy/resume", json!({})).await;
+        assert_eq!(scene.delete("/api/models").await.status, 200);
+        let judged = judges.answered();
+        until("the agents wait for a server, and the judge does not", async || {
+            agents.waiting() == AGENTS && judges.answered() > judged + 2
+        })
+        .await;
+        assert_eq!(scene.get("/api/models").await.json().as_array().unwrap().len(), 1, "the external one stays");
+        scene.register(json!([{"model": MODEL, "endpoint": scene.upstream.endpoint, "version": 3 + step}])).await;
+    }
+    let before = agents.answered();
+    until("the agents go on", async || agents.answered() >= before + 2 * AGENTS).await;
+    for callers in [&agents, &judges] {
+        callers.stop.store(true, Ordering::SeqCst);
+    }
+    for agent in calling {
+        agent.await.unwrap();
+    }
+    for number in 0..AGENTS {
+        let events = scene.events(&format!("r{number}")).await;
+        assert!(events.iter().all(|event| event["data"]["http_status"] == 200));
+        let versions: Vec<u64> = events.iter().map(|event| event["data"]["model_version"].as_u64().unwrap()).collect();
+        assert!(
+            versions.is_sorted() && versions.starts_with(&[3]) && versions.ends_with(&[8]),
+            "each step's server answers: {versions:?}"
+        );
+    }
+    let judged = scene.sequences(&format!("r{AGENTS}")).await["counts"].clone();
+    assert_eq!(judged["frozen"], judged["calls"], "what is not the policy is not trained");
 }

@@ -4,6 +4,7 @@
 //! * [`readers`] — a few connections on blocking threads; WAL lets them read while the writer writes.
 //! * [`schema`] — the tables and the version check.
 //! * [`rollouts`], [`attempts`], [`events`], [`calls`], [`settings`] — the statements, each a function over a connection.
+//! * [`space`] — how large the content is, and the file's room given back.
 
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
@@ -33,6 +34,7 @@ mod readers;
 mod rollouts;
 mod schema;
 mod settings;
+mod space;
 mod writer;
 
 /// A store in one SQLite file. Dropping it lets the writer thread finish what it was given.
@@ -244,7 +246,7 @@ impl Store for SqliteStore {
 
     async fn delete_rollout(&self, rollout_id: &str) -> Result<(), StoreError> {
         let id = rollout_id.to_owned();
-        self.write(move |sql| rollouts::delete(sql, &id)).await?;
+        self.write(move |sql| rollouts::delete(sql, &id).and_then(|()| space::give_back(sql))).await?;
         self.bases.forget(rollout_id);
         Ok(())
     }
@@ -372,6 +374,10 @@ impl Store for SqliteStore {
 
     async fn secret(&self, name: &'static str, fresh: [u8; 32]) -> Result<[u8; 32], StoreError> {
         self.write(move |sql| settings::secret(sql, name, fresh)).await
+    }
+
+    async fn stored_bytes(&self) -> Result<u64, StoreError> {
+        self.read(space::in_use).await
     }
 
     async fn changes(&self, after: u64, limit: usize) -> Result<Vec<Change>, StoreError> {

@@ -91,33 +91,49 @@ pub(super) fn delete(sql: &Sql<'_>, rollout_id: &str) -> Result<(), StoreError> 
     sql.run("DELETE FROM events WHERE rollout_id = ?1", [rollout_id])?;
     sql.run("DELETE FROM calls WHERE rollout_id = ?1", [rollout_id])?;
     sql.run("DELETE FROM attempts WHERE rollout_id = ?1", [rollout_id])?;
-    log(sql, ChangeKind::Deleted, rollout_id)
+    sql.run("DELETE FROM terminal_order WHERE rollout_id = ?1", [rollout_id])?;
+    // Whoever resumes a watch before them learns from the deletion all that they could still say.
+    sql.run("DELETE FROM changes WHERE rollout_id = ?1", [rollout_id])?;
+    log(sql, ChangeKind::Deleted, rollout_id)?;
+    forget_old_deletions(sql)
 }
 
+/// How many deletions the change log keeps. A watch that resumes from further back is not told of those before.
+const KEPT_DELETIONS: i64 = 100_000;
+
+/// Keeps the change log from growing for ever. Two at a time: it shrinks while one is added.
+fn forget_old_deletions(sql: &Sql<'_>) -> Result<(), StoreError> {
+    sql.run(
+        "DELETE FROM changes WHERE cursor IN (
+             SELECT cursor FROM changes WHERE kind = 'deleted' AND cursor <= (SELECT max(cursor) FROM changes) - ?1
+             ORDER BY cursor LIMIT 2)",
+        [KEPT_DELETIONS],
+    )?;
+    Ok(())
+}
+
+/// Numbers have no gaps but those of deleted rollouts, so that a page is a range of them: as if the deleted were still there.
 pub(super) fn terminal(sql: &Sql<'_>, after: u64, limit: usize) -> Result<TerminalPage, StoreError> {
-    let page = sql.all(
-        "SELECT t.number, t.rollout_id, t.state, t.data_id, t.is_train, r.number IS NOT NULL
-         FROM terminal_order t LEFT JOIN rollouts r ON r.rollout_id = t.rollout_id
-         WHERE t.number > ?1 ORDER BY t.number LIMIT ?2",
-        params![signed(after), signed(limit as u64)],
+    // The highest number ever given, also where its rollout has been deleted.
+    let total =
+        sql.first("SELECT seq FROM sqlite_sequence WHERE name = 'terminal_order'", [], |row| row.get::<_, i64>(0))?;
+    let total = total.unwrap_or(0).cast_unsigned();
+    let last = after.saturating_add(limit as u64).min(total);
+    let items = sql.all(
+        "SELECT rollout_id, state, data_id, is_train FROM terminal_order WHERE number > ?1 AND number <= ?2 ORDER BY number",
+        [signed(after), signed(last)],
         |row| {
-            let state: String = row.get(2)?;
-            let item = TerminalItem {
-                rollout_id: row.get(1)?,
+            let state: String = row.get(1)?;
+            Ok(TerminalItem {
+                rollout_id: row.get(0)?,
                 // Written from the same enum; an unknown name can only come from a hand that edited the file.
                 state: RolloutState::from_name(&state).unwrap_or(RolloutState::Failed),
-                data_id: row.get(3)?,
-                is_train: row.get(4)?,
-            };
-            Ok((row.get::<_, i64>(0)?, item, row.get::<_, bool>(5)?))
+                data_id: row.get(2)?,
+                is_train: row.get(3)?,
+            })
         },
     )?;
-    let total = sql.first("SELECT coalesce(max(number), 0) FROM terminal_order", [], |row| row.get::<_, i64>(0))?;
-    Ok(TerminalPage {
-        next_after: page.last().map_or(after, |(number, ..)| number.cast_unsigned()),
-        items: page.into_iter().filter(|(.., exists)| *exists).map(|(_, item, _)| item).collect(),
-        total_terminal: total.unwrap_or(0).cast_unsigned(),
-    })
+    Ok(TerminalPage { items, next_after: last.max(after), total_terminal: total })
 }
 
 pub(super) fn mark_consumed(sql: &Sql<'_>, mark: &Consumed, rollout_ids: &[String]) -> Result<u64, StoreError> {

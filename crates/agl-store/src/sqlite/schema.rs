@@ -21,7 +21,7 @@ CREATE TABLE rollouts (
 CREATE INDEX rollouts_by_state ON rollouts (state, number);
 CREATE INDEX rollouts_by_run ON rollouts (run_id, number) WHERE run_id IS NOT NULL;
 
--- Keeps its rows when the rollout is deleted: its numbers are the cursor of GET /api/rollouts/terminal.
+-- Its numbers are the cursor of GET /api/rollouts/terminal; none is used twice, also not that of a rollout that was deleted.
 CREATE TABLE terminal_order (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     rollout_id TEXT NOT NULL,
@@ -101,8 +101,20 @@ CREATE TABLE settings (
 ) STRICT;
 ";
 
+/// What a deletion looks for. Beside the tables, and made where it is missing: a file with and one without it hold the same.
+const INDEXES: &str = "
+CREATE INDEX IF NOT EXISTS terminal_order_by_rollout ON terminal_order (rollout_id);
+CREATE INDEX IF NOT EXISTS changes_by_rollout ON changes (rollout_id);
+CREATE INDEX IF NOT EXISTS changes_of_deletions ON changes (cursor) WHERE kind = 'deleted';
+";
+
 /// Makes the tables in an empty file, or refuses a file that is not ours or of another version.
 pub(super) fn prepare(connection: &mut Connection, path: &Path) -> Result<(), StoreError> {
+    make_tables(connection, path)?;
+    connection.execute_batch(INDEXES).map_err(|error| failure(path, error))
+}
+
+fn make_tables(connection: &mut Connection, path: &Path) -> Result<(), StoreError> {
     let failed = |error| failure(path, error);
     let found: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0)).map_err(failed)?;
     if found == VERSION {
@@ -119,6 +131,8 @@ pub(super) fn prepare(connection: &mut Connection, path: &Path) -> Result<(), St
             reason: "it holds tables of something else".to_owned(),
         });
     }
+    // Only a file without tables can be told so. See `space`.
+    connection.pragma_update(None, "auto_vacuum", "INCREMENTAL").map_err(failed)?;
     let transaction = connection.transaction().map_err(failed)?;
     transaction.execute_batch(TABLES).map_err(failed)?;
     transaction.pragma_update(None, "user_version", VERSION).map_err(failed)?;

@@ -1,5 +1,6 @@
 //! `agl rollouts`: look at rollouts, repeat or cancel them.
 
+mod export;
 mod transcript;
 
 use agl_client::{AttemptDetail, GatewayClient, rollouts::EventFormat};
@@ -85,6 +86,8 @@ pub enum RolloutsCommand {
         #[arg(long)]
         evaluator: bool,
     },
+    /// Write rollouts to a file of rows: training sequences, rollouts or model calls, as jsonl or parquet.
+    Export(export::ExportArgs),
     /// Stop a rollout; it ends as failed.
     Cancel {
         #[command(flatten)]
@@ -108,6 +111,15 @@ pub enum LevelArg {
     Trajectory,
     /// One row per call.
     Transition,
+}
+
+impl From<LevelArg> for Level {
+    fn from(level: LevelArg) -> Self {
+        match level {
+            LevelArg::Trajectory => Self::Trajectory,
+            LevelArg::Transition => Self::Transition,
+        }
+    }
 }
 
 fn state(name: &str) -> Result<RolloutState, String> {
@@ -134,11 +146,7 @@ pub async fn rollouts(command: RolloutsCommand) -> anyhow::Result<()> {
             json(&gateway.client()?.events(&id, event_type.as_deref(), format).await?)
         }
         RolloutsCommand::Sequences { gateway, id, level, json: as_json } => {
-            let level = match level {
-                LevelArg::Trajectory => Level::Trajectory,
-                LevelArg::Transition => Level::Transition,
-            };
-            let found = gateway.client()?.sequences(&id, level, None).await?;
+            let found = gateway.client()?.sequences(&id, level.into(), None).await?;
             if as_json {
                 return json(&object!({"reward": found.reward, "assembly": found.assembly}));
             }
@@ -164,6 +172,7 @@ pub async fn rollouts(command: RolloutsCommand) -> anyhow::Result<()> {
         RolloutsCommand::Logs { gateway, id, attempt, evaluator } => {
             logs(&gateway.client()?, &id, attempt.as_deref(), evaluator).await
         }
+        RolloutsCommand::Export(args) => export::export(args).await,
         RolloutsCommand::Cancel { gateway, id } => {
             let rollout = gateway.client()?.cancel(&id).await?;
             line(format!("{id} is {}", rollout.status.state));

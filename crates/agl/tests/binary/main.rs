@@ -7,6 +7,8 @@ mod bad_input;
 mod contract;
 mod crash;
 mod doctor;
+mod keep;
+mod kills;
 mod logs;
 mod quickstart;
 mod support;
