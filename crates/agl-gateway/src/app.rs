@@ -6,12 +6,12 @@ use agl_store::SharedStore;
 use axum::http::{HeaderMap, Uri};
 use tokio::sync::{Semaphore, watch};
 
-use crate::clock;
 use crate::config::{GatewayConfig, duration};
 use crate::error::{ApiError, GatewayError};
 use crate::gate::Gate;
 use crate::keys::{Access, Keys, Scope, presented};
 use crate::metrics::Metrics;
+use crate::peers::Peers;
 use crate::proxy::flights::Flights;
 use crate::proxy::recorder::Recorder;
 use crate::proxy::servers::Servers;
@@ -24,14 +24,13 @@ pub(crate) const ALL_CALLS: u32 = 1 << 20;
 /// The parts of a running gateway.
 pub(crate) struct App {
     pub(crate) config: GatewayConfig,
-    /// When this process started to serve, in seconds since the epoch: calls that began before it are lost.
-    pub(crate) started_at: f64,
     pub(crate) store: SharedStore,
     pub(crate) keys: Keys,
     pub(crate) gate: Arc<Gate>,
     /// One pause or resume at a time: store and gate change together.
     pub(crate) pausing: tokio::sync::Mutex<()>,
     pub(crate) servers: Arc<Servers>,
+    pub(crate) peers: Arc<Peers>,
     pub(crate) upstream: Upstream,
     pub(crate) recorder: Arc<Recorder>,
     pub(crate) verbatim: Verbatim,
@@ -50,16 +49,17 @@ impl App {
         let keys = Keys::new(config.key.clone(), secret);
         let gate = Gate::new(store.pause().await?, duration(config.hold.max_seconds), config.hold.max_requests);
         let servers = Arc::new(Servers::load(Arc::clone(&store)).await?);
+        let peers = Peers::join(Arc::clone(&store), Arc::clone(&gate), Arc::clone(&servers)).await?;
         let upstream = Upstream::new(&config, Arc::clone(&gate), Arc::clone(&servers))?;
         let recorder = Recorder::start(Arc::clone(&store));
         let app = Arc::new(Self {
             config,
-            started_at: clock::now(),
             store,
             keys,
             gate,
             pausing: tokio::sync::Mutex::new(()),
             servers,
+            peers,
             upstream,
             recorder,
             verbatim: Verbatim::default(),

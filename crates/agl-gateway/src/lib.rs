@@ -7,6 +7,7 @@
 //! * `dialect` — what harnesses speak, translated to chat completions and back.
 //! * `proxy` — a model call's way to an inference server and back.
 //! * `gate` — holds calls during a pause.
+//! * `peers` — the other gateways on the same store: one pause for all.
 //! * `keys` — who may do what.
 //! * `metrics` — what Prometheus is told.
 //! * [`error`] — why a gateway does not start, and the form of its error answers.
@@ -26,6 +27,7 @@ pub mod error;
 mod gate;
 mod keys;
 mod metrics;
+mod peers;
 mod proxy;
 
 pub use config::GatewayConfig;
@@ -71,7 +73,7 @@ impl Gateway {
             tracing::warn!(%addr, "no key is set: whoever reaches this address may do everything");
         }
         let app = App::open(config).await?;
-        tracing::info!(%addr, store = app.config.store, "the gateway is ready");
+        tracing::info!(%addr, store = app.config.shown_store(), "the gateway is ready");
         Ok(Self { app, listener, addr })
     }
 

@@ -95,7 +95,13 @@ impl Upstream {
                 Ok(key) => key,
                 Err(error) => return End::Failed(error),
             };
-            let tried = self.try_once(&url, key, body).await;
+            let tried = tokio::select! {
+                tried = self.try_once(&url, key, body) => tried,
+                () = self.gate.fenced() => {
+                    tracing::warn!(rollout = ask.rollout_id, url, "a call is given up and made again once the store is back");
+                    continue;
+                }
+            };
             drop(passage);
 
             let is_last = progress.retries + 1 >= self.config.max_attempts;
@@ -252,6 +258,11 @@ fn refused(refused: Refused) -> ApiError {
                 .retry_after(retry_after_seconds)
                 .with_header("x-agl-paused", "true")
         }
+        Refused::Fenced => ApiError::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "The gateway cannot reach its database; try again when it is back",
+        )
+        .retry_after(1),
         Refused::Closing => {
             ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "The gateway is stopping; try again when it is back")
                 .retry_after(1)

@@ -9,9 +9,13 @@ mod health;
 mod keys;
 mod models;
 mod pause;
+mod peers;
 mod proxy;
 mod restart;
 mod rollouts;
 mod scene;
 mod startup;
 mod watch;
+
+#[path = "../../../agl-store/tests/support/mod.rs"]
+mod support;
