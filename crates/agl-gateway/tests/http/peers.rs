@@ -183,7 +183,7 @@ async fn a_watch_through_one_tells_what_happens_through_the_other() {
     pair.a.enqueue("s").await;
     pair.a.set_state("r", "running").await;
     // The snapshot may be followed by what it contains already.
-    let mut told = Vec::new();
+    let mut told: Vec<(u64, String, String)> = Vec::new();
     while told.last().is_none_or(|(cursor, ..)| *cursor < 3) {
         told.push(watcher.told().await);
     }
