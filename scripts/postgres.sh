@@ -47,4 +47,5 @@ need_postgres() {
 stop_postgres() {
   (cd "$POSTGRES_FOLDER" && as_postgres "$POSTGRES_CONTROL" --pgdata data --silent --mode immediate stop) || true
   rm -rf "$POSTGRES_FOLDER"
+  [ "$POSTGRES_FOLDER" = "$PWD/target/postgres" ] || rmdir "$(dirname "$POSTGRES_FOLDER")"
 }

@@ -86,7 +86,8 @@ async fn calls_of_one_attempt_through_both_in_turn_are_one_row_of_exactly_what_w
         prompt.extend([100 + turn, 200 + turn, 3]);
         mask.extend([1, 1, 0]);
     }
-    (prompt.pop(), mask.pop());
+    prompt.pop();
+    mask.pop();
     for gateway in [&pair.a, &pair.b] {
         let sequences = gateway.sequences("r").await;
         assert_eq!(sequences["sequences"].as_array().unwrap().len(), 1);
@@ -116,7 +117,8 @@ async fn calls_that_race_on_both_are_all_recorded_once() {
     }
     let mut recorded: Vec<String> =
         pair.a.events("r").await.iter().map(|event| event["data"]["call_id"].as_str().unwrap().to_owned()).collect();
-    (ids.sort_unstable(), recorded.sort_unstable());
+    ids.sort_unstable();
+    recorded.sort_unstable();
     assert_eq!(recorded, ids);
     for gateway in [&pair.a, &pair.b] {
         assert_eq!(gateway.sequences("r").await["counts"]["live"], 2 * per_gateway);
