@@ -6,12 +6,12 @@ use agl_store::{SharedStore, StoreError};
 use axum::http::{HeaderMap, Uri};
 use tokio::sync::{Semaphore, watch};
 
-use crate::clock;
 use crate::config::{GatewayConfig, duration};
 use crate::error::{ApiError, GatewayError};
 use crate::gate::Gate;
 use crate::keys::{Access, Keys, Scope, presented};
 use crate::metrics::Metrics;
+use crate::peers::Peers;
 use crate::proxy::flights::Flights;
 use crate::proxy::places::Places;
 use crate::proxy::recorder::Recorder;
@@ -28,8 +28,6 @@ pub(crate) const ALL_CALLS: u32 = 1 << 20;
 /// The parts of a running gateway.
 pub(crate) struct App {
     pub(crate) config: GatewayConfig,
-    /// When this process started to serve, in seconds since the epoch: calls that began before it are lost.
-    pub(crate) started_at: f64,
     pub(crate) store: SharedStore,
     pub(crate) keys: Keys,
     pub(crate) gate: Arc<Gate>,
@@ -39,6 +37,7 @@ pub(crate) struct App {
     pub(crate) places: Arc<Places>,
     pub(crate) quota: Quota,
     pub(crate) watchdog: Arc<Watchdog>,
+    pub(crate) peers: Arc<Peers>,
     pub(crate) upstream: Upstream,
     pub(crate) recorder: Arc<Recorder>,
     pub(crate) verbatim: Verbatim,
@@ -61,12 +60,12 @@ impl App {
         let patience = duration(config.watchdog_seconds);
         let watchdog = Watchdog::new(patience);
         let queue = Queue { gate: Arc::clone(&gate), places: Arc::clone(&places), watchdog: Arc::clone(&watchdog) };
+        let peers = Peers::join(Arc::clone(&store), Arc::clone(&gate), Arc::clone(&servers)).await?;
         let upstream = Upstream::new(&config, queue, Arc::clone(&servers))?;
         let recorder = Recorder::start(Arc::clone(&store));
         let quota = Quota::new(config.limits.max_events_per_rollout, Arc::clone(&store));
         let app = Arc::new(Self {
             config,
-            started_at: clock::now(),
             store,
             keys,
             gate,
@@ -75,6 +74,7 @@ impl App {
             places,
             quota,
             watchdog,
+            peers,
             upstream,
             recorder,
             verbatim: Verbatim::default(),

@@ -14,7 +14,8 @@ pub struct GatewayConfig {
     pub key: String,
     /// Serve without a key on an address that others can reach.
     pub allow_unauthenticated: bool,
-    /// `memory`, `sqlite:PATH`, or a path to a SQLite file.
+    /// `memory`, `sqlite:PATH`, a path to a SQLite file, or `postgres://USER@HOST:PORT/DATABASE`, which several gateways may
+    /// share.
     pub store: String,
     /// The URL under which agents reach this gateway, where it is not the one it listens on.
     pub agent_url: Option<String>,
@@ -296,6 +297,12 @@ impl GatewayConfig {
             return Some(("default_proxy.model_name", "it is empty; name the model that is trained".to_owned()));
         }
         None
+    }
+
+    /// The store as it may be shown and written to files: without a password.
+    #[must_use]
+    pub fn shown_store(&self) -> String {
+        agl_store::shown(&self.store)
     }
 
     /// True where a caller on another machine could reach the address.

@@ -129,13 +129,18 @@ impl From<StoreError> for ApiError {
             StoreError::RolloutNotFound(_) | StoreError::AttemptNotFound { .. } => StatusCode::NOT_FOUND,
             StoreError::Illegal(_) => StatusCode::CONFLICT,
             StoreError::DiskFull { .. } => StatusCode::INSUFFICIENT_STORAGE,
-            StoreError::Closed => StatusCode::SERVICE_UNAVAILABLE,
+            StoreError::Closed | StoreError::Unreachable { .. } | StoreError::Raced { .. } => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+            // 503 says that nothing was done.
+            StoreError::OutcomeUnknown { .. } => StatusCode::GATEWAY_TIMEOUT,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
         if status.is_server_error() {
             tracing::error!(%error, "the store failed");
         }
-        Self::new(status, error.to_string())
+        let told = Self::new(status, error.to_string());
+        if status == StatusCode::SERVICE_UNAVAILABLE { told.retry_after(1) } else { told }
     }
 }
 

@@ -2,6 +2,9 @@
 //!
 //! A call passes the gate once per try, and counts as in flight from there until its answer has been read. Whether the gate is
 //! open and the count of calls in flight change under one lock: a pause that reports `inflight: 0` has none behind it.
+//!
+//! Where several gateways share a store ([`crate::peers`]), a gateway that the others no longer count as alive is fenced: it
+//! lets no call through, as it would not hear of a pause.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -27,6 +30,14 @@ struct State {
     inflight: usize,
     held: usize,
     closing: bool,
+    /// From then on the other gateways may take this one for dead. `None` where there are no others.
+    fenced_from: Option<Instant>,
+}
+
+/// What keeps a call from passing.
+enum Bar {
+    Paused(Pause),
+    Fenced,
 }
 
 /// What `/proxy/state` tells.
@@ -47,6 +58,8 @@ pub(crate) enum Refused {
         /// From the pause.
         reason: Option<String>,
     },
+    /// The gateway cannot reach its store, and this call was held for too long, or too many are.
+    Fenced,
     /// The gateway stops.
     Closing,
 }
@@ -91,22 +104,22 @@ impl Gate {
                 if state.closing {
                     return Err(Refused::Closing);
                 }
-                let Some(pause) = state.live_pause() else {
+                let Some(bar) = state.bar() else {
                     state.inflight += 1;
                     return Ok(Passage(Arc::clone(self)));
                 };
-                let pause = pause.clone();
                 if (held.is_none() && state.held >= self.max_held) || Instant::now() >= deadline {
-                    let Pause { retry_after_seconds, reason, .. } = pause;
-                    return Err(Refused::Paused { retry_after_seconds, reason });
+                    return Err(bar.refusal());
                 }
                 if held.is_none() {
                     state.held += 1;
                     held = Some(Held(self));
                 }
-                Duration::from_secs_f64((pause.lease_expires_at - clock::now()).max(0.0))
+                bar.lease_left()
             };
-            let limit = deadline.saturating_duration_since(Instant::now()).min(lease_left + Duration::from_millis(1));
+            let limit = deadline
+                .saturating_duration_since(Instant::now())
+                .min(lease_left.saturating_add(Duration::from_millis(1)));
             // Either way the state is looked at again: the timeout is the end of the lease or of our patience.
             let _woken = tokio::time::timeout(limit, changed.changed()).await;
         }
@@ -124,6 +137,30 @@ impl Gate {
         self.changed.send_replace(());
     }
 
+    /// This gateway counts as alive until then.
+    pub(crate) fn fence_from(&self, until: Instant) {
+        let was_fenced = {
+            let mut state = self.state();
+            let was_fenced = state.is_fenced();
+            state.fenced_from = Some(until);
+            was_fenced
+        };
+        if was_fenced {
+            self.changed.send_replace(());
+        }
+    }
+
+    /// Resolves once this gateway is fenced: what it has under way then must end.
+    pub(crate) async fn fenced(&self) {
+        loop {
+            let Some(from) = self.state().fenced_from else { return std::future::pending().await };
+            if from <= Instant::now() {
+                return;
+            }
+            tokio::time::sleep_until(from.into()).await;
+        }
+    }
+
     /// Refuses held calls and every later one: the gateway stops.
     pub(crate) fn close(&self) {
         self.state().closing = true;
@@ -137,6 +174,17 @@ impl Gate {
 }
 
 impl State {
+    fn bar(&mut self) -> Option<Bar> {
+        if self.is_fenced() {
+            return Some(Bar::Fenced);
+        }
+        self.live_pause().cloned().map(Bar::Paused)
+    }
+
+    fn is_fenced(&self) -> bool {
+        self.fenced_from.is_some_and(|from| from <= Instant::now())
+    }
+
     /// The pause, unless its lease has lapsed: then it ends here.
     fn live_pause(&mut self) -> Option<&Pause> {
         if let Some(lapsed) = self.pause.take_if(|pause| pause.lease_expires_at <= clock::now()) {
@@ -144,6 +192,23 @@ impl State {
             tracing::warn!(owner, "the lease of the pause has lapsed: calls go on. Did the trainer die?");
         }
         self.pause.as_ref()
+    }
+}
+
+impl Bar {
+    fn refusal(self) -> Refused {
+        match self {
+            Self::Paused(Pause { retry_after_seconds, reason, .. }) => Refused::Paused { retry_after_seconds, reason },
+            Self::Fenced => Refused::Fenced,
+        }
+    }
+
+    /// After so long it ends by itself.
+    fn lease_left(&self) -> Duration {
+        match self {
+            Self::Paused(pause) => Duration::from_secs_f64((pause.lease_expires_at - clock::now()).max(0.0)),
+            Self::Fenced => Duration::MAX,
+        }
     }
 }
 
@@ -205,6 +270,26 @@ mod tests {
         let gave_up = tokio::time::timeout(Duration::from_millis(10), gate.pass()).await;
         assert!(gave_up.is_err());
         assert_eq!(gate.view().held, 0);
+    }
+
+    #[tokio::test]
+    async fn a_fenced_gate_holds_calls_until_it_is_heard_of_again_and_tells_those_that_are_under_way() {
+        let gate = gate(Duration::from_secs(9), 10);
+        gate.fence_from(Instant::now() + Duration::from_millis(30));
+        let under_way = gate.pass().await.unwrap();
+        gate.fenced().await;
+        drop(under_way);
+        let (passage, ()) = tokio::join!(gate.pass(), async {
+            while gate.view().held == 0 {
+                tokio::task::yield_now().await;
+            }
+            gate.fence_from(Instant::now() + Duration::from_secs(60));
+        });
+        assert!(passage.is_ok());
+        gate.fence_from(Instant::now());
+        let impatient = Gate::new(None, Duration::ZERO, 10);
+        impatient.fence_from(Instant::now());
+        assert_eq!(impatient.pass().await.unwrap_err(), Refused::Fenced);
     }
 
     #[tokio::test]

@@ -7,6 +7,7 @@
 //! * `dialect` — what harnesses speak, translated to chat completions and back.
 //! * `proxy` — a model call's way to an inference server and back.
 //! * `gate` — holds calls during a pause.
+//! * `peers` — the other gateways on the same store: one pause for all.
 //! * `keys` — who may do what.
 //! * `metrics` — what Prometheus is told.
 //! * `server` — connections, and limits on slow clients.
@@ -32,6 +33,7 @@ pub mod fuzz;
 mod gate;
 mod keys;
 mod metrics;
+mod peers;
 mod proxy;
 mod quota;
 mod retention;
@@ -81,7 +83,7 @@ impl Gateway {
             tracing::warn!(%addr, "no key is set: whoever reaches this address may do everything");
         }
         let app = App::open(config).await?;
-        tracing::info!(%addr, store = app.config.store, "the gateway is ready");
+        tracing::info!(%addr, store = app.config.shown_store(), "the gateway is ready");
         Ok(Self { app, listener, addr })
     }
 

@@ -1,6 +1,57 @@
-//! Token ids, log-probs and version runs as blobs. Ids are LEB128 varints: two or three bytes for most vocabularies.
+//! Call rows as databases keep them: token ids, log-probs and version runs as blobs, the rest by name. Ids are LEB128 varints:
+//! two or three bytes for most vocabularies.
 
-use agl_core::trajectory::VersionRun;
+use agl_core::trajectory::{CallOutcome, CallRow, Delivery, VersionRun};
+
+/// A row of a database before its blobs and names are read.
+pub(crate) struct Encoded {
+    /// The row; what the other fields hold is not in it yet.
+    pub(crate) row: CallRow,
+    pub(crate) inserted: Vec<u8>,
+    pub(crate) sampled: Vec<u8>,
+    pub(crate) log_probs: Option<Vec<u8>>,
+    pub(crate) versions: Vec<u8>,
+    pub(crate) delivery: String,
+    pub(crate) outcome: String,
+}
+
+impl Encoded {
+    /// The whole row; says what is wrong with one that cannot be read.
+    pub(crate) fn decoded(self) -> Result<CallRow, String> {
+        let Self { row, inserted, sampled, log_probs, versions, delivery, outcome } = self;
+        Ok(CallRow {
+            inserted: ids_from_blob(&inserted)?,
+            sampled: ids_from_blob(&sampled)?,
+            log_probs: log_probs.as_deref().map(log_probs_from_blob).transpose()?,
+            versions: versions_from_blob(&versions)?,
+            delivery: [Delivery::Delivered, Delivery::Undelivered, Delivery::Superseded]
+                .into_iter()
+                .find(|known| delivery_name(*known) == delivery)
+                .ok_or_else(|| format!("an unknown delivery {delivery:?}"))?,
+            outcome: [CallOutcome::Ok, CallOutcome::Failed, CallOutcome::NoTokenIds]
+                .into_iter()
+                .find(|known| outcome_name(*known) == outcome)
+                .ok_or_else(|| format!("an unknown outcome {outcome:?}"))?,
+            ..row
+        })
+    }
+}
+
+pub(crate) fn delivery_name(delivery: Delivery) -> &'static str {
+    match delivery {
+        Delivery::Delivered => "delivered",
+        Delivery::Undelivered => "undelivered",
+        Delivery::Superseded => "superseded",
+    }
+}
+
+pub(crate) fn outcome_name(outcome: CallOutcome) -> &'static str {
+    match outcome {
+        CallOutcome::Ok => "ok",
+        CallOutcome::Failed => "failed",
+        CallOutcome::NoTokenIds => "no_token_ids",
+    }
+}
 
 /// LEB128, one after the other.
 pub(crate) fn ids_to_blob(ids: &[u32]) -> Vec<u8> {

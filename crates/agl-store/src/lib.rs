@@ -3,6 +3,7 @@
 //! * [`Store`] — what a store can do. Every write is durable when its future resolves.
 //! * [`memory`] — for tests and throw-away runs: nothing survives the process.
 //! * [`sqlite`] — the default: one file, one writer thread with group commit.
+//! * [`postgres`] — a database that several gateways share; [`peers`] is how they keep in touch.
 //! * [`record`] — what goes in and comes out, beside the types of `agl-core`.
 //! * [`body`] — compressed request and response bodies, each behind the one that it continues.
 
@@ -22,15 +23,19 @@ mod error;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod memory;
+pub mod peers;
+pub mod postgres;
 pub mod record;
 pub mod sqlite;
 
 pub use body::Body;
 pub use error::StoreError;
 pub use memory::MemoryStore;
+pub use peers::{Agreement, Peer, Peers, Presence};
+pub use postgres::PostgresStore;
 pub use record::{
     AttemptDetail, CallRecord, Change, ChangeKind, LastCall, Pause, RegisteredModel, RolloutQuery, Settlement,
-    StoredCall, StoredEvent, TerminalItem, TerminalPage,
+    StoredCall, StoredEvent, TerminalItem, TerminalPage, Writer,
 };
 pub use sqlite::SqliteStore;
 
@@ -93,10 +98,11 @@ pub trait Store: Send + Sync + 'static {
     /// The ids of the attempts that have events, in the order of their first event.
     async fn attempts_with_events(&self, rollout_id: &str) -> Result<Vec<String>, StoreError>;
 
-    /// Writes a model call: event, rows, bodies and superseded rows, in one transaction.
+    /// Writes a model call: event, rows, bodies and superseded rows, in one transaction. [`StoreError::Raced`] where another
+    /// gateway was faster with one of its rows; a superseded row that another gateway has settled as delivered stays so.
     async fn record_call(&self, call: CallRecord) -> Result<(), StoreError>;
-    /// The rows of an attempt in `seq` order.
-    async fn calls(&self, rollout_id: &str, attempt_id: &str) -> Result<Vec<StoredCall>, StoreError>;
+    /// The rows of an attempt from number `from` on, in `seq` order.
+    async fn calls(&self, rollout_id: &str, attempt_id: &str, from: u64) -> Result<Vec<StoredCall>, StoreError>;
     /// Records which answers left. Rows of deleted rollouts are passed over.
     async fn settle(&self, settlements: Vec<Settlement>) -> Result<(), StoreError>;
 
@@ -107,8 +113,8 @@ pub trait Store: Send + Sync + 'static {
     /// All endpoints, by model and endpoint.
     async fn models(&self) -> Result<Vec<RegisteredModel>, StoreError>;
 
-    /// Keeps the pause, or forgets it.
-    async fn put_pause(&self, pause: Option<Pause>) -> Result<(), StoreError>;
+    /// Keeps the pause, or forgets it, if what is kept is still `before`. False where it is not: somebody was faster.
+    async fn put_pause(&self, before: Option<Pause>, after: Option<Pause>) -> Result<bool, StoreError>;
     /// The pause that was kept, lapsed or not.
     async fn pause(&self) -> Result<Option<Pause>, StoreError>;
     /// The secret of that name; `fresh` is kept and returned if there is none yet.
@@ -123,6 +129,11 @@ pub trait Store: Send + Sync + 'static {
     /// The cursor of the newest change; is told of every change once it can be read.
     fn newest_change(&self) -> watch::Receiver<u64>;
 
+    /// Where several gateways can be on this store: how they keep in touch.
+    fn peers(&self) -> Option<&dyn Peers> {
+        None
+    }
+
     /// Ends the store after everything accepted so far is durable. Later calls fail with [`StoreError::Closed`].
     async fn close(&self);
 }
@@ -130,7 +141,8 @@ pub trait Store: Send + Sync + 'static {
 /// A store that several parts of the gateway share.
 pub type SharedStore = Arc<dyn Store>;
 
-/// Opens the store that a configuration names: `memory`, `sqlite:PATH`, or a path to a SQLite file.
+/// Opens the store that a configuration names: `memory`, `sqlite:PATH`, a path to a SQLite file, or the URL of a Postgres
+/// database.
 ///
 /// # Errors
 /// Whatever keeps the database from being opened: see [`StoreError`].
@@ -138,6 +150,19 @@ pub async fn open(name: &str) -> Result<SharedStore, StoreError> {
     if name == "memory" {
         return Ok(Arc::new(MemoryStore::new()));
     }
+    if is_postgres(name) {
+        return Ok(Arc::new(PostgresStore::open(name).await?));
+    }
     let path = name.strip_prefix("sqlite:").unwrap_or(name);
     Ok(Arc::new(SqliteStore::open(path).await?))
+}
+
+fn is_postgres(name: &str) -> bool {
+    name.starts_with("postgres://") || name.starts_with("postgresql://")
+}
+
+/// The name of a store as it may be shown: a URL without its password.
+#[must_use]
+pub fn shown(name: &str) -> String {
+    if is_postgres(name) { postgres::shown(name) } else { name.to_owned() }
 }

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use crate::bases::{Bases, Kept, Packed, Said, pack};
 use crate::record::{
     AttemptDetail, CallRecord, Change, ChangeKind, LastCall, Pause, RegisteredModel, RolloutQuery, Settlement,
-    StoredCall, StoredEvent, TerminalItem, TerminalPage, run_id_of,
+    StoredCall, StoredEvent, TerminalItem, TerminalPage, Writer, run_id_of,
 };
 use crate::{Body, Store, StoreError};
 
@@ -356,15 +356,17 @@ impl Store for MemoryStore {
         rows.extend(call.rows.into_iter().map(|row| StoredCall {
             settled: is_settled(&row),
             request_digest: call.request_digest,
+            writer: Writer::Gone,
             row,
         }));
         Ok(())
     }
 
-    async fn calls(&self, rollout_id: &str, attempt_id: &str) -> Result<Vec<StoredCall>, StoreError> {
+    async fn calls(&self, rollout_id: &str, attempt_id: &str, from: u64) -> Result<Vec<StoredCall>, StoreError> {
         let content = self.content()?;
         content.must_exist(rollout_id)?;
-        Ok(content.calls.get(&(rollout_id.to_owned(), attempt_id.to_owned())).cloned().unwrap_or_default())
+        let rows = content.calls.get(&(rollout_id.to_owned(), attempt_id.to_owned())).map_or(&[][..], Vec::as_slice);
+        Ok(rows.iter().filter(|stored| stored.row.seq >= from).cloned().collect())
     }
 
     async fn settle(&self, settlements: Vec<Settlement>) -> Result<(), StoreError> {
@@ -399,9 +401,13 @@ impl Store for MemoryStore {
         Ok(self.content()?.models.values().cloned().collect())
     }
 
-    async fn put_pause(&self, pause: Option<Pause>) -> Result<(), StoreError> {
-        self.content()?.pause = pause;
-        Ok(())
+    async fn put_pause(&self, before: Option<Pause>, after: Option<Pause>) -> Result<bool, StoreError> {
+        let mut content = self.content()?;
+        let is_still_so = content.pause == before;
+        if is_still_so {
+            content.pause = after;
+        }
+        Ok(is_still_so)
     }
 
     async fn pause(&self) -> Result<Option<Pause>, StoreError> {

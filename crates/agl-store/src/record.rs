@@ -103,6 +103,19 @@ pub struct StoredCall {
     /// True once the gateway has seen the answer leave, or seen that it could not. A row is written before its answer
     /// leaves, so after a crash the last ones are unsettled.
     pub settled: bool,
+    /// Who settles it.
+    pub writer: Writer,
+}
+
+/// The gateway that wrote a row, and knows what becomes of its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writer {
+    /// No gateway that lives, as far as the store can tell.
+    Gone,
+    /// The one that reads.
+    Here,
+    /// Another one that lives.
+    Elsewhere,
 }
 
 /// What became of an answer after its rows were written.

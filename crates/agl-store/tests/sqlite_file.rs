@@ -63,10 +63,7 @@ async fn a_database_of_another_version_is_refused_by_name() {
     let refused = SqliteStore::open(&path).await.unwrap_err();
     assert!(matches!(refused, StoreError::DatabaseVersion { found: 999, supported: 2, .. }));
     let message = refused.to_string();
-    assert!(
-        message.contains("agl.db") && message.contains("999") && message.contains("name another file"),
-        "{message}"
-    );
+    assert!(message.contains("agl.db") && message.contains("999") && message.contains("name another one"), "{message}");
 }
 
 #[tokio::test]

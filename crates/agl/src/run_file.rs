@@ -135,13 +135,16 @@ impl RunFile {
         }
     }
 
-    /// Writes the settings, so that a run can be looked at and continued: without the server key, and without what follows
-    /// from other keys, so that it still follows when these are overridden.
+    /// Writes the settings, so that a run can be looked at and continued: without the server key and the password of the
+    /// database, and without what follows from other keys, so that it still follows when these are overridden.
     ///
     /// # Errors
     /// Where the file cannot be written.
     pub fn write(&self, path: &Path) -> anyhow::Result<()> {
         let mut table = toml::Table::try_from(self)?;
+        if let Some(gateway) = table.get_mut("gateway").and_then(toml::Value::as_table_mut) {
+            gateway.insert("store".to_owned(), self.gateway.shown_store().into());
+        }
         let derived = [
             ("gateway.key", true),
             ("gateway.store", self.gateway.store == self.derived_store()),
@@ -179,7 +182,8 @@ impl RunFile {
 
 /// The file of a SQLite store, which may be written with or without its scheme.
 pub fn store_path(store: &str) -> Option<&str> {
-    (store != "memory").then(|| store.strip_prefix("sqlite:").unwrap_or(store))
+    let is_file = store != "memory" && !store.starts_with("postgres://") && !store.starts_with("postgresql://");
+    is_file.then(|| store.strip_prefix("sqlite:").unwrap_or(store))
 }
 
 fn remove(table: &mut toml::Table, key: &str) {
@@ -270,12 +274,16 @@ mod tests {
 
     #[test]
     fn a_written_file_holds_no_key_and_what_follows_from_other_keys_still_follows() {
-        let file = read("[gateway]\nkey = \"secret\"\n[rollout]\nval_temperature = 0.7\n", &[]).unwrap();
+        let store = "postgres://agl:secret@db:5432/agl";
+        let text = format!("[gateway]\nkey = \"secret\"\nstore = \"{store}\"\n[rollout]\nval_temperature = 0.7\n");
+        let file = read(&text, &[]).unwrap();
+        assert_eq!(file.gateway.store, store);
         let path = std::env::temp_dir().join(format!("agl-run-file-follows-{}.toml", std::process::id()));
         file.write(&path).unwrap();
         assert!(!std::fs::read_to_string(&path).unwrap().contains("secret"));
         let again = RunFile::read(Some(&path), &["rollout.val_temperature=0.25".into()]).unwrap();
         assert_eq!(again.gateway.default_proxy.val.temperature, 0.25);
+        assert_eq!(again.gateway.store, "postgres://agl@db:5432/agl");
     }
 
     #[test]

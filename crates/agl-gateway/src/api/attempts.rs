@@ -28,13 +28,14 @@ struct Create {
 pub(super) struct Told {
     #[serde(flatten)]
     detail: AttemptDetail,
-    /// Seconds since the epoch. An attempt that is older has lived through a restart of the gateway.
+    /// Seconds since the epoch. An attempt that is older has lived through a restart of the gateway; where several share the
+    /// store, through the start or the end of one.
     gateway_started_at: f64,
 }
 
 impl Told {
     fn new(app: &App, detail: AttemptDetail) -> Self {
-        Self { detail, gateway_started_at: app.started_at }
+        Self { detail, gateway_started_at: app.peers.last_upheaval() }
     }
 }
 

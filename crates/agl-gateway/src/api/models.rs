@@ -15,7 +15,7 @@ use crate::error::ApiError;
 use crate::proxy::kind::Kind;
 use crate::proxy::read_body;
 
-/// `POST /api/models`: replaces registrations of equal model and endpoint.
+/// `POST /api/models`: replaces registrations of equal model and endpoint. Answers once every gateway on the store knows.
 pub(super) async fn register(
     State(app): State<Arc<App>>,
     request: Request,
@@ -30,6 +30,7 @@ pub(super) async fn register(
         }
     }
     app.servers.register(models.clone()).await?;
+    app.peers.agree().await?;
     Ok((StatusCode::CREATED, Json(models)))
 }
 
@@ -62,5 +63,6 @@ pub(super) async fn remove(State(app): State<Arc<App>>, uri: Uri) -> Result<Json
     let query = Query::of(&uri);
     let model = query.text("model").unwrap_or(&app.config.default_proxy.model_name);
     app.servers.remove(model, query.text("endpoint")).await?;
+    app.peers.agree().await?;
     Ok(ok())
 }

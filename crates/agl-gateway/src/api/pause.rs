@@ -1,4 +1,4 @@
-//! The pause around a weight update: persisted, with an owner and a lease.
+//! The pause around a weight update: persisted, with an owner and a lease, and one for all gateways on the store.
 
 use std::sync::Arc;
 
@@ -53,22 +53,23 @@ pub(super) struct ProxyState {
     lease_expires_at: Option<f64>,
 }
 
-fn view(app: &App) -> Json<ProxyState> {
-    let GateView { pause, inflight, held } = app.gate.view();
+async fn view(app: &App) -> Result<Json<ProxyState>, ApiError> {
+    let GateView { pause, inflight, held } = app.peers.view().await?;
     let waiting = app.places.waiting();
     let paused = pause.is_some();
     let lease_expires_at = pause.as_ref().map(|pause| pause.lease_expires_at);
     let retry_after_seconds = pause.as_ref().map_or(RETRY_AFTER_SECONDS, |pause| pause.retry_after_seconds);
     let (reason, owner) = pause.map_or((None, None), |pause| (pause.reason, pause.owner));
-    Json(ProxyState { paused, retry_after_seconds, reason, inflight, held, waiting, owner, lease_expires_at })
+    Ok(Json(ProxyState { paused, retry_after_seconds, reason, inflight, held, waiting, owner, lease_expires_at }))
 }
 
 /// `GET /proxy/state`.
-pub(super) async fn state(State(app): State<Arc<App>>) -> Json<ProxyState> {
-    view(&app)
+pub(super) async fn state(State(app): State<Arc<App>>) -> Result<Json<ProxyState>, ApiError> {
+    view(&app).await
 }
 
-/// `POST /proxy/pause`. The owner of a live pause may renew it; a pause without an owner may be taken over by anyone.
+/// `POST /proxy/pause`. The owner of a live pause may renew it; a pause without an owner may be taken over by anyone. Answers
+/// once every gateway on the store keeps the pause: what `inflight` counts from here on was there before it.
 pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Result<Json<ProxyState>, ApiError> {
     let asked: PauseBody = body(&read_body(&app, request).await?)?;
     let lease = asked.lease_seconds.unwrap_or(app.config.pause_lease_seconds);
@@ -77,27 +78,25 @@ pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Resu
         return Err(ApiError::invalid(loc, "Input should be a number of seconds from 0 up to a year", "value_error"));
     }
     let _one_at_a_time = app.pausing.lock().await;
-    let before = app.gate.view().pause;
-    if let Some(held_by) = other_owner(before.as_ref(), asked.owner.as_deref()) {
-        return Err(held_by_another(held_by));
-    }
-    let pause = Pause {
-        retry_after_seconds: asked.retry_after_seconds,
-        reason: asked.reason,
-        owner: asked.owner,
-        lease_expires_at: clock::now() + lease,
-    };
-    // The gate first: what `inflight` counts from here on was there before the pause.
-    app.gate.pause(pause.clone());
-    if let Err(error) = app.store.put_pause(Some(pause)).await {
-        // A pause that a restart would forget was not made.
-        match before {
-            Some(before) => app.gate.pause(before),
-            None => app.gate.resume(),
+    let pause = loop {
+        let before = app.store.pause().await?;
+        if let Some(held_by) = other_owner(live(before.as_ref()), asked.owner.as_deref()) {
+            return Err(held_by_another(held_by));
         }
-        return Err(error.into());
-    }
-    Ok(view(&app))
+        let pause = Pause {
+            retry_after_seconds: asked.retry_after_seconds,
+            reason: asked.reason.clone(),
+            owner: asked.owner.clone(),
+            lease_expires_at: clock::now() + lease,
+        };
+        // Otherwise another gateway was faster: what it has written counts.
+        if app.store.put_pause(before, Some(pause.clone())).await? {
+            break pause;
+        }
+    };
+    app.gate.pause(pause);
+    app.peers.agree().await?;
+    view(&app).await
 }
 
 /// `POST /proxy/resume`: with an owner ends that owner's pause only, without one any pause.
@@ -105,15 +104,25 @@ pub(super) async fn resume(State(app): State<Arc<App>>, request: Request) -> Res
     let raw = read_body(&app, request).await?;
     let ResumeBody { owner } = if raw.is_empty() { ResumeBody::default() } else { body(&raw)? };
     let _one_at_a_time = app.pausing.lock().await;
-    if let Some(owner) = owner.as_deref()
-        && let Some(pause) = app.gate.view().pause
-        && pause.owner.as_deref() != Some(owner)
-    {
-        return Err(held_by_another(pause.owner.as_deref().unwrap_or("nobody in particular")));
+    loop {
+        let before = app.store.pause().await?;
+        if let Some(owner) = owner.as_deref()
+            && let Some(pause) = live(before.as_ref())
+            && pause.owner.as_deref() != Some(owner)
+        {
+            return Err(held_by_another(pause.owner.as_deref().unwrap_or("nobody in particular")));
+        }
+        if before.is_none() || app.store.put_pause(before, None).await? {
+            break;
+        }
     }
-    app.store.put_pause(None).await?;
     app.gate.resume();
-    Ok(view(&app))
+    view(&app).await
+}
+
+/// The pause, unless its lease is over.
+fn live(pause: Option<&Pause>) -> Option<&Pause> {
+    pause.filter(|pause| pause.lease_expires_at > clock::now())
 }
 
 fn other_owner<'a>(live: Option<&'a Pause>, asking: Option<&str>) -> Option<&'a str> {

@@ -52,7 +52,11 @@ pub(super) async fn watch(
     let after = Query::of(&uri).parsed("after", "Input should be a cursor of this stream", "int_parsing")?;
     let (newest, stopping) = (app.store.newest_change(), app.stopping.subscribe());
     let known = *newest.borrow();
-    let after = after.filter(|after| *after <= known);
+    let after = match after {
+        // One that this gateway has not heard of yet may be another gateway's.
+        Some(after) if after > known && app.store.changes(after - 1, 1).await?.is_empty() => None,
+        after => after,
+    };
     let cursor = after.unwrap_or(known);
     let snapshot = after.is_none().then_some(None);
     let watcher = Watcher { app, newest, stopping, cursor, snapshot, ready: VecDeque::new() };

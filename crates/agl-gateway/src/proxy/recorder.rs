@@ -3,6 +3,10 @@
 //! Per attempt an [`AttemptTree`] decides what a call adds to what is stored already. The trees are a cache: one that is not here
 //! is rebuilt from the stored rows. Calls of one attempt are recorded one after the other, those of different attempts beside each
 //! other.
+//!
+//! Where several gateways share the store, calls of one attempt may come through any of them. A tree then takes in what the others
+//! have recorded before it answers a question of the past; and where another was faster with a row's number, nothing is written,
+//! the tree is built anew, and the call recorded again.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,12 +23,18 @@ use super::attempt_tree::{AttemptTree, Finished, Recorded};
 const MAX_CACHED_TOKENS: usize = 64 << 20;
 /// And never more trees than this.
 const MAX_CACHED_TREES: usize = 8192;
+/// Another gateway says so soon what became of an answer that it hands over.
+const NEWS_PATIENCE: Duration = Duration::from_secs(1);
+/// Each time that another gateway was faster it has recorded a call: so often in a row means that something is wrong.
+const MAX_RACES: u32 = 50;
 /// Deliveries are written together, so that they cost no commit of their own.
 const SETTLE_EVERY: Duration = Duration::from_millis(50);
 
 /// See the [module](self).
 pub(crate) struct Recorder {
     store: SharedStore,
+    /// Other gateways may record calls too: a dead one is known to be so after this lease.
+    others: Option<Duration>,
     trees: Mutex<HashMap<AttemptKey, Entry>>,
     outbox: mpsc::UnboundedSender<Parcel>,
 }
@@ -36,7 +46,7 @@ pub(crate) struct AttemptKey {
 }
 
 struct Entry {
-    /// `None` until it is loaded, and after a write failed.
+    /// `None` until it is loaded.
     tree: Arc<tokio::sync::Mutex<Option<AttemptTree>>>,
     tokens: Arc<AtomicUsize>,
     last_used: Instant,
@@ -96,7 +106,8 @@ impl Recorder {
     /// A recorder and the task that writes deliveries, which ends when the recorder is gone.
     pub(crate) fn start(store: SharedStore) -> Arc<Self> {
         let (outbox, inbox) = mpsc::unbounded_channel();
-        let recorder = Arc::new(Self { store, trees: Mutex::new(HashMap::new()), outbox });
+        let others = store.peers().map(|peers| peers.lease());
+        let recorder = Arc::new(Self { store, others, trees: Mutex::new(HashMap::new()), outbox });
         tokio::spawn(settle_deliveries(Arc::downgrade(&recorder), inbox));
         recorder
     }
@@ -111,22 +122,38 @@ impl Recorder {
 
     /// Writes the call.
     pub(crate) async fn record(&self, call: Finished) -> Result<Recorded, RecordError> {
-        let mut guard = self.open(&call.key).await?;
+        let mut races = 0;
+        loop {
+            match self.record_once(&call).await {
+                Err(RecordError::Store(StoreError::Raced { .. })) if races < MAX_RACES => races += 1,
+                outcome => return outcome,
+            }
+            // What this gateway knows of earlier answers must be among the rows that the tree is built of.
+            self.flush().await;
+        }
+    }
+
+    async fn record_once(&self, call: &Finished) -> Result<Recorded, RecordError> {
+        let key = &call.key;
+        let mut guard = self.open(key).await?;
+        if self.others.is_some() && loaded(&mut guard)?.asked.contains_key(&call.digest) {
+            drop(guard);
+            guard = self.open_fresh(key, &call.digest).await?;
+        }
         let attempt = loaded(&mut guard)?;
-        let (digest, key, call_id) = (call.digest, call.key.clone(), call.call_id.clone());
-        let delivered = call.client_present;
-        let (record, answered) = attempt.add(call).map_err(|source| RecordError::of_tree(&key, source))?;
+        let (record, answered) = attempt.add(call).map_err(|source| RecordError::of_tree(key, source))?;
         let seqs = record.rows.iter().map(|row| row.seq).collect();
         let continuation = |row: &CallRow| attempt.tree.continuation(row.seq).map(|how| (row.outcome, how));
         let answers = record.rows.iter().map(continuation).collect::<Result<_, _>>();
-        let answers = answers.map_err(|source| RecordError::of_tree(&key, source))?;
-        if let Err(error) = self.store.record_call(record).await {
-            // The tree holds rows that the store does not: it is read anew by whoever comes next.
-            *guard = None;
-            return Err(error.into());
-        }
-        let recorded = Recorded { call_id, seqs, answered, delivered, claimed: false, answers };
-        loaded(&mut guard)?.note(digest, recorded.clone());
+        let answers = answers.map_err(|source| RecordError::of_tree(key, source))?;
+        // Also where this is dropped here.
+        attempt.stale = true;
+        self.store.record_call(record).await?;
+        let attempt = loaded(&mut guard)?;
+        attempt.stale = false;
+        let delivered = call.client_present;
+        let recorded = Recorded { call_id: call.call_id.clone(), seqs, answered, delivered, claimed: false, answers };
+        attempt.recorded(call.digest, recorded.clone());
         Ok(recorded)
     }
 
@@ -138,7 +165,7 @@ impl Recorder {
         digest: &[u8; 32],
         is_retry: bool,
     ) -> Result<Option<Recorded>, RecordError> {
-        if !loaded(&mut self.open(key).await?)?.asked.contains_key(digest) {
+        if !loaded(&mut self.open_fresh(key, digest).await?)?.asked.contains_key(digest) {
             return Ok(None);
         }
         // Who hung up a moment ago is known then.
@@ -175,7 +202,10 @@ impl Recorder {
     /// The training sequences of an attempt. An answer whose harness has hung up is not among them, however shortly before.
     pub(crate) async fn sequences(&self, key: &AttemptKey, level: Level) -> Result<Assembly, RecordError> {
         self.flush().await;
-        let mut guard = self.open(key).await?;
+        let mut guard = match self.others {
+            Some(_) => self.open_settled(key, NEWS_PATIENCE, AttemptTree::awaits_any).await?,
+            None => self.open(key).await?,
+        };
         // May be many thousand tokens: not on a thread that others wait for.
         let assemble =
             tokio::task::spawn_blocking(move || loaded(&mut guard).map(|attempt| attempt.tree.sequences(level)));
@@ -200,17 +230,79 @@ impl Recorder {
         self.trees.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The attempt's tree, loaded and locked.
-    async fn open(&self, key: &AttemptKey) -> Result<OwnedMutexGuard<Option<AttemptTree>>, RecordError> {
+    /// The attempt's tree, loaded and locked. It may lack what other gateways have recorded since it was used last.
+    async fn open(&self, key: &AttemptKey) -> Result<OpenTree, RecordError> {
         let (tree, tokens) = self.handle(key);
         let mut guard = tree.lock_owned().await;
-        if guard.is_none() {
-            let rows = self.store.calls(&key.rollout_id, &key.attempt_id).await?;
-            let rebuilt = tokio::task::spawn_blocking(move || AttemptTree::rebuild(rows, tokens));
-            let rebuilt = rebuilt.await.map_err(|_| RecordError::Lost)?;
+        if guard.as_ref().is_none_or(|attempt| attempt.stale) {
+            let rows = self.store.calls(&key.rollout_id, &key.attempt_id, 0).await?;
+            let before = guard.take();
+            let rebuild = move || {
+                let mut rebuilt = AttemptTree::rebuild(rows, tokens)?;
+                if let Some(before) = &before {
+                    rebuilt.inherit(before);
+                }
+                Ok(rebuilt)
+            };
+            let rebuilt = tokio::task::spawn_blocking(rebuild).await.map_err(|_| RecordError::Lost)?;
             *guard = Some(rebuilt.map_err(|source| RecordError::of_tree(key, source))?);
         }
         Ok(guard)
+    }
+
+    /// The same with what other gateways have recorded, and where they were asked this question, with what became of their
+    /// answers.
+    async fn open_fresh(&self, key: &AttemptKey, digest: &[u8; 32]) -> Result<OpenTree, RecordError> {
+        let mut guard = self.open(key).await?;
+        let Some(lease) = self.others else { return Ok(guard) };
+        let from = loaded(&mut guard)?.next_seq();
+        guard = self.take_in(key, guard, from).await?;
+        if !loaded(&mut guard)?.asked.contains_key(digest) {
+            return Ok(guard);
+        }
+        drop(guard);
+        // A gateway that was killed is known to be gone by then.
+        self.open_settled(key, lease + NEWS_PATIENCE, |attempt| attempt.awaits(digest)).await
+    }
+
+    /// The same with the deliveries that other gateways have written. Waits, no longer than `patience`, for those that another
+    /// gateway will tell of in a moment.
+    async fn open_settled(
+        &self,
+        key: &AttemptKey,
+        patience: Duration,
+        awaits: impl Fn(&AttemptTree) -> bool,
+    ) -> Result<OpenTree, RecordError> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let guard = self.open(key).await?;
+            let mut guard = self.take_in(key, guard, 0).await?;
+            if !awaits(loaded(&mut guard)?) || Instant::now() >= deadline {
+                return Ok(guard);
+            }
+            drop(guard);
+            tokio::time::sleep(SETTLE_EVERY).await;
+        }
+    }
+
+    /// Brings the tree up to what is stored from row `from` on.
+    async fn take_in(&self, key: &AttemptKey, mut guard: OpenTree, from: u64) -> Result<OpenTree, RecordError> {
+        let rows = self.store.calls(&key.rollout_id, &key.attempt_id, from).await?;
+        if rows.is_empty() && from > 0 {
+            return Ok(guard);
+        }
+        let take = move || {
+            let attempt = loaded(&mut guard)?;
+            // A tree that the rows contradict was built before its rollout was deleted and made anew.
+            attempt.stale = !attempt.take_in(rows, from).unwrap_or(false);
+            Ok::<_, RecordError>((attempt.stale, guard))
+        };
+        let (stale, guard) = tokio::task::spawn_blocking(take).await.map_err(|_| RecordError::Lost)??;
+        if !stale {
+            return Ok(guard);
+        }
+        drop(guard);
+        self.open(key).await
     }
 
     fn handle(&self, key: &AttemptKey) -> (Arc<tokio::sync::Mutex<Option<AttemptTree>>>, Arc<AtomicUsize>) {
@@ -237,7 +329,10 @@ impl RecordError {
     }
 }
 
-fn loaded(guard: &mut OwnedMutexGuard<Option<AttemptTree>>) -> Result<&mut AttemptTree, RecordError> {
+/// An attempt's tree, locked.
+type OpenTree = OwnedMutexGuard<Option<AttemptTree>>;
+
+fn loaded(guard: &mut OpenTree) -> Result<&mut AttemptTree, RecordError> {
     guard.as_mut().ok_or(RecordError::Lost)
 }
 

@@ -43,6 +43,12 @@ impl Servers {
         self.reload(&store).await
     }
 
+    /// Reads anew what another gateway may have changed.
+    pub(crate) async fn refresh(&self) -> Result<(), StoreError> {
+        let store = self.changing.lock().await;
+        self.reload(&store).await
+    }
+
     async fn reload(&self, store: &SharedStore) -> Result<(), StoreError> {
         let models = store.models().await?;
         *self.known() = models;

@@ -107,7 +107,13 @@ impl Upstream {
             };
             let tried = {
                 let _watched = self.queue.watchdog.watch(Wait::Server, &ask.key, &url);
-                self.try_once(&url, key, body).await
+                tokio::select! {
+                    tried = self.try_once(&url, key, body) => tried,
+                    () = self.queue.gate.fenced() => {
+                        tracing::warn!(url, "a call is given up and made again once the store is back");
+                        continue;
+                    }
+                }
             };
             drop(admitted);
 
@@ -277,6 +283,11 @@ fn refused(refused: Refused) -> ApiError {
                 .retry_after(retry_after_seconds)
                 .with_header("x-agl-paused", "true")
         }
+        Refused::Fenced => ApiError::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "The gateway cannot reach its database; try again when it is back",
+        )
+        .retry_after(1),
         Refused::Closing => ApiError::stopping(),
     }
 }

@@ -10,6 +10,7 @@ mod keys;
 mod limits;
 mod models;
 mod pause;
+mod peers;
 mod proxy;
 mod restart;
 mod retention;
@@ -18,3 +19,6 @@ mod scene;
 mod startup;
 mod watch;
 mod watchdog;
+
+#[path = "../../../agl-store/tests/support/mod.rs"]
+mod support;

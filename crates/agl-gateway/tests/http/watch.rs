@@ -7,13 +7,13 @@ use serde_json::{Value, json};
 use crate::scene::{KEY, Scene};
 
 /// A watcher's connection.
-struct Watcher {
+pub struct Watcher {
     response: reqwest::Response,
     buffer: String,
 }
 
 impl Watcher {
-    async fn connect(scene: &Scene, query: &str) -> Self {
+    pub async fn connect(scene: &Scene, query: &str) -> Self {
         let url = format!("{}/api/rollouts/watch{query}", scene.url);
         let response = scene.http.get(url).bearer_auth(KEY).send().await.unwrap();
         assert_eq!(response.status(), 200);
@@ -37,7 +37,7 @@ impl Watcher {
         }
     }
 
-    async fn told(&mut self) -> (u64, String, String) {
+    pub async fn told(&mut self) -> (u64, String, String) {
         let (id, data) = self.next().await.unwrap();
         assert_eq!(data["cursor"], id);
         (id, data["kind"].as_str().unwrap().to_owned(), data["rollout_id"].as_str().unwrap().to_owned())

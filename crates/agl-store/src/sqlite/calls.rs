@@ -9,9 +9,9 @@ use rusqlite::params;
 
 use super::{Sql, corrupt, rollouts, signed, to_json};
 use crate::bases::{Kept, Packed, Said};
-use crate::codec;
+use crate::codec::{self, Encoded, delivery_name, outcome_name};
 use crate::memory::is_settled;
-use crate::record::{CallRecord, Settlement, StoredCall};
+use crate::record::{CallRecord, Settlement, StoredCall, Writer};
 use crate::{Body, StoreError};
 
 /// Writes the call and says where its bodies are. `base` is the call that they were compressed behind.
@@ -90,27 +90,20 @@ fn insert(sql: &Sql<'_>, call: &CallRecord, row: &CallRow) -> Result<(), StoreEr
     Ok(())
 }
 
-/// A row of the table before its blobs are decoded.
-struct Raw {
-    row: CallRow,
-    inserted: Vec<u8>,
-    sampled: Vec<u8>,
-    log_probs: Option<Vec<u8>>,
-    versions: Vec<u8>,
-    names: (String, String),
-    request_digest: [u8; 32],
-    settled: bool,
-}
-
-pub(super) fn list(sql: &Sql<'_>, rollout_id: &str, attempt_id: &str) -> Result<Vec<StoredCall>, StoreError> {
+pub(super) fn list(
+    sql: &Sql<'_>,
+    rollout_id: &str,
+    attempt_id: &str,
+    from: u64,
+) -> Result<Vec<StoredCall>, StoreError> {
     rollouts::must_exist(sql, rollout_id)?;
     let rows = sql.all(
         "SELECT seq, call_id, choice, parent, shared_prefix, inserted, sampled, log_probs, versions, delivery, outcome,
                 trainable, request_digest, settled
-         FROM calls WHERE rollout_id = ?1 AND attempt_id = ?2 ORDER BY seq",
-        [rollout_id, attempt_id],
+         FROM calls WHERE rollout_id = ?1 AND attempt_id = ?2 AND seq >= ?3 ORDER BY seq",
+        params![rollout_id, attempt_id, signed(from)],
         |row| {
-            Ok(Raw {
+            let encoded = Encoded {
                 row: CallRow {
                     seq: row.get::<_, i64>(0)?.cast_unsigned(),
                     call_id: row.get(1)?,
@@ -129,33 +122,18 @@ pub(super) fn list(sql: &Sql<'_>, rollout_id: &str, attempt_id: &str) -> Result<
                 sampled: row.get(6)?,
                 log_probs: row.get(7)?,
                 versions: row.get(8)?,
-                names: (row.get(9)?, row.get(10)?),
-                request_digest: row.get(12)?,
-                settled: row.get(13)?,
-            })
+                delivery: row.get(9)?,
+                outcome: row.get(10)?,
+            };
+            Ok((encoded, row.get(12)?, row.get(13)?))
         },
     )?;
-    rows.into_iter().map(|raw| decoded(raw).map_err(|reason| corrupt(rollout_id, reason))).collect()
-}
-
-fn decoded(raw: Raw) -> Result<StoredCall, String> {
-    let (delivery, outcome) = raw.names;
-    let row = CallRow {
-        inserted: codec::ids_from_blob(&raw.inserted)?,
-        sampled: codec::ids_from_blob(&raw.sampled)?,
-        log_probs: raw.log_probs.as_deref().map(codec::log_probs_from_blob).transpose()?,
-        versions: codec::versions_from_blob(&raw.versions)?,
-        delivery: [Delivery::Delivered, Delivery::Undelivered, Delivery::Superseded]
-            .into_iter()
-            .find(|known| delivery_name(*known) == delivery)
-            .ok_or_else(|| format!("an unknown delivery {delivery:?}"))?,
-        outcome: [CallOutcome::Ok, CallOutcome::Failed, CallOutcome::NoTokenIds]
-            .into_iter()
-            .find(|known| outcome_name(*known) == outcome)
-            .ok_or_else(|| format!("an unknown outcome {outcome:?}"))?,
-        ..raw.row
-    };
-    Ok(StoredCall { row, request_digest: raw.request_digest, settled: raw.settled })
+    rows.into_iter()
+        .map(|(encoded, request_digest, settled)| {
+            let row = encoded.decoded().map_err(|reason| corrupt(rollout_id, reason))?;
+            Ok(StoredCall { row, request_digest, settled, writer: Writer::Gone })
+        })
+        .collect()
 }
 
 pub(super) fn settle(sql: &Sql<'_>, settlement: &Settlement) -> Result<(), StoreError> {
@@ -173,20 +151,4 @@ pub(super) fn settle(sql: &Sql<'_>, settlement: &Settlement) -> Result<(), Store
         )?;
     }
     Ok(())
-}
-
-fn delivery_name(delivery: Delivery) -> &'static str {
-    match delivery {
-        Delivery::Delivered => "delivered",
-        Delivery::Undelivered => "undelivered",
-        Delivery::Superseded => "superseded",
-    }
-}
-
-fn outcome_name(outcome: CallOutcome) -> &'static str {
-    match outcome {
-        CallOutcome::Ok => "ok",
-        CallOutcome::Failed => "failed",
-        CallOutcome::NoTokenIds => "no_token_ids",
-    }
 }

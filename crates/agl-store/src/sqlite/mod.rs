@@ -186,8 +186,10 @@ fn corrupt(what: &str, reason: impl std::fmt::Display) -> StoreError {
 fn failure(path: &Path, error: rusqlite::Error) -> StoreError {
     let path = path.to_owned();
     match error.sqlite_error_code() {
-        Some(ErrorCode::DiskFull) => StoreError::DiskFull { path },
-        Some(ErrorCode::NotADatabase) => StoreError::NotOurs { path, reason: "it is no SQLite file".to_owned() },
+        Some(ErrorCode::DiskFull) => StoreError::DiskFull { database: path.display().to_string() },
+        Some(ErrorCode::NotADatabase) => {
+            StoreError::NotOurs { database: path.display().to_string(), reason: "it is no SQLite file".to_owned() }
+        }
         Some(ErrorCode::CannotOpen | ErrorCode::ReadOnly | ErrorCode::PermissionDenied) => {
             StoreError::CannotOpen { path, reason: error.to_string() }
         }
@@ -342,9 +344,9 @@ impl Store for SqliteStore {
         Ok(())
     }
 
-    async fn calls(&self, rollout_id: &str, attempt_id: &str) -> Result<Vec<StoredCall>, StoreError> {
+    async fn calls(&self, rollout_id: &str, attempt_id: &str, from: u64) -> Result<Vec<StoredCall>, StoreError> {
         let (id, attempt_id) = (rollout_id.to_owned(), attempt_id.to_owned());
-        self.read(move |sql| calls::list(sql, &id, &attempt_id)).await
+        self.read(move |sql| calls::list(sql, &id, &attempt_id, from)).await
     }
 
     async fn settle(&self, settlements: Vec<Settlement>) -> Result<(), StoreError> {
@@ -364,8 +366,8 @@ impl Store for SqliteStore {
         self.read(settings::models).await
     }
 
-    async fn put_pause(&self, pause: Option<Pause>) -> Result<(), StoreError> {
-        self.write(move |sql| settings::put_pause(sql, pause.as_ref())).await
+    async fn put_pause(&self, before: Option<Pause>, after: Option<Pause>) -> Result<bool, StoreError> {
+        self.write(move |sql| settings::put_pause(sql, before.as_ref(), after.as_ref())).await
     }
 
     async fn pause(&self) -> Result<Option<Pause>, StoreError> {

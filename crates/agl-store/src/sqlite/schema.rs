@@ -121,13 +121,13 @@ fn make_tables(connection: &mut Connection, path: &Path) -> Result<(), StoreErro
         return Ok(());
     }
     if found != 0 {
-        return Err(StoreError::DatabaseVersion { path: path.to_owned(), found, supported: VERSION });
+        return Err(StoreError::DatabaseVersion { database: path.display().to_string(), found, supported: VERSION });
     }
     let tables: i64 =
         connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0)).map_err(failed)?;
     if tables != 0 {
         return Err(StoreError::NotOurs {
-            path: path.to_owned(),
+            database: path.display().to_string(),
             reason: "it holds tables of something else".to_owned(),
         });
     }

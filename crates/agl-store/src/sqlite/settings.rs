@@ -27,11 +27,15 @@ pub(super) fn models(sql: &Sql<'_>) -> Result<Vec<RegisteredModel>, StoreError> 
     bodies.iter().map(|body| from_json(body, "model")).collect()
 }
 
-pub(super) fn put_pause(sql: &Sql<'_>, pause: Option<&Pause>) -> Result<(), StoreError> {
-    match pause {
-        Some(pause) => put(sql, PAUSE, to_json(pause, PAUSE)?.as_bytes()),
-        None => sql.run("DELETE FROM settings WHERE name = ?1", [PAUSE]).map(|_| ()),
+pub(super) fn put_pause(sql: &Sql<'_>, before: Option<&Pause>, after: Option<&Pause>) -> Result<bool, StoreError> {
+    if pause(sql)?.as_ref() != before {
+        return Ok(false);
     }
+    match after {
+        Some(after) => put(sql, PAUSE, to_json(after, PAUSE)?.as_bytes())?,
+        None => sql.run("DELETE FROM settings WHERE name = ?1", [PAUSE]).map(|_| ())?,
+    }
+    Ok(true)
 }
 
 pub(super) fn pause(sql: &Sql<'_>) -> Result<Option<Pause>, StoreError> {

@@ -83,7 +83,7 @@ fn commit_together(connection: &mut Connection, path: &Path, group: &mut [Box<dy
         let outcome = run_alone(&mut transaction, path, job.as_mut());
         // A full disk or an I/O error may make SQLite take back the whole transaction: then nothing before counts either.
         if transaction.is_autocommit() {
-            return outcome.and(Err(StoreError::DiskFull { path: path.to_owned() }));
+            return outcome.and(Err(StoreError::DiskFull { database: path.display().to_string() }));
         }
     }
     transaction.commit().map_err(failed)

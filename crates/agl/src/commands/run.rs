@@ -41,7 +41,7 @@ pub struct ServeArgs {
     /// Where to listen; wins over `gateway.listen`.
     #[arg(long, value_name = "HOST:PORT")]
     listen: Option<String>,
-    /// `memory` or `sqlite:PATH`; wins over `gateway.store`.
+    /// `memory`, `sqlite:PATH` or `postgres://USER@HOST:PORT/DATABASE`; wins over `gateway.store`.
     #[arg(long)]
     store: Option<String>,
     /// The server key; wins over `gateway.key`.
@@ -180,7 +180,7 @@ pub async fn serve(args: ServeArgs) -> anyhow::Result<()> {
         create(folder)?;
     }
     let gateway = Gateway::bind(file.gateway.clone()).await?;
-    note(format!("gateway on http://{}, store {}", gateway.addr(), file.gateway.store));
+    note(format!("gateway on http://{}, store {}", gateway.addr(), file.gateway.shown_store()));
     gateway.serve(interrupt()).await?;
     Ok(())
 }

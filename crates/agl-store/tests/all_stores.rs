@@ -1,5 +1,5 @@
 //! One set of behaviours, run against every store.
-#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot be set up has failed")]
 
 use std::sync::Arc;
 
@@ -8,23 +8,30 @@ use agl_core::event::{EventCreate, MODEL_REQUEST, REWARD};
 use agl_core::rollout::{Rollout, RolloutCreate, RolloutState, StatusPatch};
 use agl_core::trajectory::{CallOutcome, CallRow, Delivery, VersionRun};
 use agl_store::{
-    CallRecord, ChangeKind, MemoryStore, Pause, RegisteredModel, RolloutQuery, Settlement, SharedStore, SqliteStore,
-    StoreError,
+    CallRecord, ChangeKind, MemoryStore, Pause, PostgresStore, RegisteredModel, RolloutQuery, Settlement, SharedStore,
+    SqliteStore, StoreError,
 };
 use serde_json::{Map, Value, json};
 
-/// A store and the folder that must outlive it.
+mod support;
+
+use support::Database;
+
+/// A store and what must outlive it.
 struct Opened {
     store: SharedStore,
-    _folder: Option<tempfile::TempDir>,
+    _place: Box<dyn std::any::Any>,
 }
 
-async fn both() -> [Opened; 2] {
+async fn all() -> [Opened; 3] {
     let folder = tempfile::tempdir().unwrap();
     let sqlite = SqliteStore::open(folder.path().join("agl.db")).await.unwrap();
+    let database = Database::create().await;
+    let postgres = PostgresStore::open(&database.url).await.unwrap();
     [
-        Opened { store: Arc::new(MemoryStore::new()), _folder: None },
-        Opened { store: Arc::new(sqlite), _folder: Some(folder) },
+        Opened { store: Arc::new(MemoryStore::new()), _place: Box::new(()) },
+        Opened { store: Arc::new(sqlite), _place: Box::new(folder) },
+        Opened { store: Arc::new(postgres), _place: Box::new(database) },
     ]
 }
 
@@ -88,7 +95,7 @@ fn event(event_type: &str, data: Value) -> EventCreate {
 
 #[tokio::test]
 async fn a_known_rollout_id_returns_the_existing_rollout_untouched() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         store.patch_rollout("r", becoming(RolloutState::Running), 2.0).await.unwrap();
         let mut again = rollout("r");
@@ -102,7 +109,7 @@ async fn a_known_rollout_id_returns_the_existing_rollout_untouched() {
 
 #[tokio::test]
 async fn a_rollout_created_twice_in_one_request_exists_once() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r"), rollout("r")]).await.unwrap();
         assert_eq!(store.list_rollouts(query(&[RolloutState::Queuing])).await.unwrap().len(), 1);
     }
@@ -110,7 +117,7 @@ async fn a_rollout_created_twice_in_one_request_exists_once() {
 
 #[tokio::test]
 async fn rollouts_are_listed_by_state_oldest_first_in_pages_and_by_run() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         for id in ["c", "a", "b"] {
             store.create_rollouts(vec![rollout(id)]).await.unwrap();
         }
@@ -136,7 +143,7 @@ async fn rollouts_are_listed_by_state_oldest_first_in_pages_and_by_run() {
 
 #[tokio::test]
 async fn an_illegal_transition_is_refused_and_changes_nothing() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         let refused = store.patch_rollout("r", becoming(RolloutState::Succeeded), 2.0).await.unwrap_err();
         assert_eq!(refused.to_string(), "Rollout r: cannot transition queuing -> succeeded");
@@ -148,7 +155,7 @@ async fn an_illegal_transition_is_refused_and_changes_nothing() {
 
 #[tokio::test]
 async fn the_terminal_cursor_counts_deleted_rollouts() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         for id in ["a", "b", "c"] {
             store.create_rollouts(vec![rollout(id)]).await.unwrap();
         }
@@ -171,7 +178,7 @@ async fn the_terminal_cursor_counts_deleted_rollouts() {
 
 #[tokio::test]
 async fn the_change_log_tells_what_happened_since_a_cursor() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         let mut newest = store.newest_change();
         assert_eq!(*newest.borrow_and_update(), 0);
         store.create_rollouts(vec![rollout("a"), rollout("b")]).await.unwrap();
@@ -202,7 +209,7 @@ async fn the_change_log_tells_what_happened_since_a_cursor() {
 
 #[tokio::test]
 async fn attempts_are_numbered_from_zero_and_creating_a_known_one_changes_nothing() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         let (first, new) = store.create_attempt("r", None, 2.0).await.unwrap();
         assert_eq!((first.attempt.attempt_id.as_str(), new), ("0", true));
@@ -220,7 +227,7 @@ async fn attempts_are_numbered_from_zero_and_creating_a_known_one_changes_nothin
 
 #[tokio::test]
 async fn an_attempt_ends_with_its_failure_and_withdraws_its_key() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         store.create_attempt("r", None, 2.0).await.unwrap();
         let patch = AttemptPatch {
@@ -241,7 +248,7 @@ async fn an_attempt_ends_with_its_failure_and_withdraws_its_key() {
 
 #[tokio::test]
 async fn events_keep_their_order_and_their_payload() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         store.append_event("r", "1", event("note", json!({"z": 1, "a": [null, 2.5]})), 2.0).await.unwrap();
         store.append_event("r", "0", event(REWARD, json!({"value": 1.0})), 3.0).await.unwrap();
@@ -263,16 +270,17 @@ async fn events_keep_their_order_and_their_payload() {
 
 #[tokio::test]
 async fn a_model_call_comes_back_as_event_and_rows() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         store.create_attempt("r", None, 2.0).await.unwrap();
         let rows = vec![row(0, Delivery::Delivered), row(1, Delivery::Undelivered)];
         store.record_call(call(rows.clone())).await.unwrap();
 
-        let stored = store.calls("r", "0").await.unwrap();
+        let stored = store.calls("r", "0", 0).await.unwrap();
         assert_eq!(stored.iter().map(|s| s.row.clone()).collect::<Vec<_>>(), rows);
         assert_eq!(stored[0].request_digest, [4; 32]);
         assert_eq!((stored[0].settled, stored[1].settled), (false, true));
+        assert_eq!(store.calls("r", "0", 1).await.unwrap(), stored[1..]);
 
         let event = store.events("r", "0", Some(MODEL_REQUEST)).await.unwrap().remove(0).into_event().unwrap();
         assert_eq!(
@@ -288,7 +296,7 @@ async fn a_model_call_comes_back_as_event_and_rows() {
 
 #[tokio::test]
 async fn a_response_that_is_no_json_reads_as_an_empty_object() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         let broken = CallRecord { response: b"<html>".as_slice().into(), ..call(vec![row(0, Delivery::Delivered)]) };
         store.record_call(broken).await.unwrap();
@@ -300,7 +308,7 @@ async fn a_response_that_is_no_json_reads_as_an_empty_object() {
 
 #[tokio::test]
 async fn deliveries_are_settled_and_a_superseded_row_stays_superseded() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         store.record_call(call(vec![row(0, Delivery::Undelivered)])).await.unwrap();
         store.record_call(CallRecord { supersedes: vec![0], ..call(vec![row(1, Delivery::Delivered)]) }).await.unwrap();
@@ -312,7 +320,7 @@ async fn deliveries_are_settled_and_a_superseded_row_stays_superseded() {
         };
         let gone = Settlement { rollout_id: "nobody".to_owned(), ..settle(0, Delivery::Delivered) };
         store.settle(vec![settle(0, Delivery::Delivered), settle(1, Delivery::Undelivered), gone]).await.unwrap();
-        let rows = store.calls("r", "0").await.unwrap();
+        let rows = store.calls("r", "0", 0).await.unwrap();
         assert_eq!(rows[0].row.delivery, Delivery::Superseded);
         assert_eq!(rows[1].row.delivery, Delivery::Undelivered);
         assert!(rows.iter().all(|row| row.settled));
@@ -321,7 +329,7 @@ async fn deliveries_are_settled_and_a_superseded_row_stays_superseded() {
 
 #[tokio::test]
 async fn a_deleted_rollout_takes_everything_with_it_and_its_id_is_free_again() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         store.create_attempt("r", None, 2.0).await.unwrap();
         store.record_call(call(vec![row(0, Delivery::Delivered)])).await.unwrap();
@@ -331,7 +339,7 @@ async fn a_deleted_rollout_takes_everything_with_it_and_its_id_is_free_again() {
 
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         assert!(store.attempts("r").await.unwrap().is_empty());
-        assert!(store.calls("r", "0").await.unwrap().is_empty());
+        assert!(store.calls("r", "0", 0).await.unwrap().is_empty());
         assert!(store.events("r", "0", None).await.unwrap().is_empty());
     }
 }
@@ -345,7 +353,7 @@ async fn models_are_replaced_by_model_and_endpoint_and_removed_by_either() {
         api_key_env: Some("KEY".to_owned()),
         ..RegisteredModel::new(model, endpoint)
     };
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.put_models(vec![model("b", "y", 0), model("a", "x", 0), model("b", "x", 0)]).await.unwrap();
         store.put_models(vec![model("b", "x", 5)]).await.unwrap();
         assert_eq!(store.models().await.unwrap(), [model("a", "x", 0), model("b", "x", 5), model("b", "y", 0)]);
@@ -359,11 +367,13 @@ async fn models_are_replaced_by_model_and_endpoint_and_removed_by_either() {
 #[tokio::test]
 async fn the_pause_and_the_secret_are_kept() {
     let pause = Pause { retry_after_seconds: 5, reason: None, owner: Some("t".to_owned()), lease_expires_at: 99.5 };
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         assert_eq!(store.pause().await.unwrap(), None);
-        store.put_pause(Some(pause.clone())).await.unwrap();
+        assert!(store.put_pause(None, Some(pause.clone())).await.unwrap());
         assert_eq!(store.pause().await.unwrap(), Some(pause.clone()));
-        store.put_pause(None).await.unwrap();
+        let other = Pause { owner: Some("other".to_owned()), ..pause.clone() };
+        assert!(!store.put_pause(None, Some(other)).await.unwrap(), "somebody was faster");
+        assert!(store.put_pause(Some(pause.clone()), None).await.unwrap());
         assert_eq!(store.pause().await.unwrap(), None);
         assert_eq!(store.secret("keys", [1; 32]).await.unwrap(), [1; 32]);
         assert_eq!(store.secret("keys", [2; 32]).await.unwrap(), [1; 32]);
@@ -372,7 +382,7 @@ async fn the_pause_and_the_secret_are_kept() {
 
 #[tokio::test]
 async fn a_closed_store_says_so() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.close().await;
         store.close().await;
         assert!(matches!(store.rollout("r").await, Err(StoreError::Closed)));
@@ -382,7 +392,7 @@ async fn a_closed_store_says_so() {
 
 #[tokio::test]
 async fn many_writers_at_once_lose_nothing() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
         let tasks: Vec<_> = (0..300_u32)
             .map(|n| {
@@ -407,7 +417,7 @@ async fn many_writers_at_once_lose_nothing() {
 #[tokio::test]
 async fn a_list_leaves_out_no_state_however_often_and_in_whatever_order_they_are_named() {
     use RolloutState::{Failed, Queuing, Running, Succeeded};
-    for Opened { store, _folder } in both().await {
+    for Opened { store, _place } in all().await {
         let ids = ["queuing", "running", "succeeded", "failed"];
         store.create_rollouts(ids.map(rollout).to_vec()).await.unwrap();
         for (id, state) in [("running", Running), ("succeeded", Running), ("succeeded", Succeeded), ("failed", Failed)]
@@ -438,7 +448,7 @@ fn turn(agent: &str, number: u64) -> CallRecord {
 
 #[tokio::test]
 async fn bodies_come_back_whole_however_they_are_stored() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r"), rollout("s")]).await.unwrap();
         let mut sent = Vec::new();
         let mut seq = 0;
@@ -470,7 +480,7 @@ async fn bodies_come_back_whole_however_they_are_stored() {
 
 #[tokio::test]
 async fn a_rollout_that_is_deleted_and_made_anew_does_not_lean_on_what_is_gone() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         for round in 0..2 {
             store.create_rollouts(vec![rollout("r")]).await.unwrap();
             for number in 0..3 {
