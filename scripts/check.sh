@@ -5,10 +5,12 @@ run_check() {
   case "$name" in
     learning|controls|processes) need_rust; need_python; build; "check_$name" "$@" ;;
     harnesses) need_rust; need_python; cargo build --release --workspace --bin agl --bin agl-mock-llm; python3 scripts/harnesses/run.py "$@" ;;
+    llamacpp) need_rust; need_python; build; check_llamacpp "$@" ;;
     *) cat >&2 <<'HELP'
 ./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
 ./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned
 ./x check processes          the recipe as three processes, seed 1: ≥ 0.90
+./x check llamacpp           llama.cpp's own server behind the gateway: prompt ids, sampled ids, log-probs, merged turns
 ./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
 HELP
       [ -z "$name" ] && return 0; exit 2 ;;
@@ -72,4 +74,11 @@ check_processes() {
   say "three processes:"
   holds "$(figure "$out/summary.json" final_val_reward) >= 0.90" "after" || failed=1
   return $failed
+}
+
+# The package brings llama.cpp's HTTP server; the model is made here, and tiny.
+check_llamacpp() {
+  local python
+  python=$(python_environment llamacpp xllamacpp==2026.10.11549 gguf==0.19.0)
+  "$python" scripts/llamacpp/run.py "$@"
 }
