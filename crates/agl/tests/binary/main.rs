@@ -6,5 +6,6 @@ mod architecture;
 mod bad_input;
 mod contract;
 mod crash;
+mod https;
 mod quickstart;
 mod support;
