@@ -11,10 +11,12 @@ run_check() {
     fuzz) need_rust; check_fuzz "$@" ;;
     harnesses) need_rust; need_python; cargo build --release --workspace --bin agl --bin agl-mock-llm; python3 scripts/harnesses/run.py "$@" ;;
     kills) need_rust; check_kills "$@" ;;
+    llamacpp) need_rust; need_python; build; check_llamacpp "$@" ;;
     *) cat >&2 <<'HELP'
 ./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
 ./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned
 ./x check processes          the recipe as three processes, seed 1: ≥ 0.90
+./x check llamacpp           llama.cpp's own server behind the gateway: prompt ids, sampled ids, log-probs, merged turns
 ./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
 ./x check schemathesis [N]   the whole HTTP interface as /openapi.json describes it, N made-up requests per operation (default 100)
 ./x check fuzz [SECONDS [TARGET…]]  every fuzzer for so long (default 600); what was found is kept for the next time
@@ -111,4 +113,11 @@ check_kills() {
   esac
   AGL_TEST_KILLS_STORE="$store" cargo test --workspace --test binary -- --ignored --nocapture --exact \
     kills::a_hundred_kills_of_the_gateway_lose_nothing_that_was_acknowledged
+}
+
+# The package brings llama.cpp's HTTP server; the model is made here, and tiny.
+check_llamacpp() {
+  local python
+  python=$(python_environment llamacpp xllamacpp==2026.10.11549 gguf==0.19.0)
+  "$python" scripts/llamacpp/run.py "$@"
 }

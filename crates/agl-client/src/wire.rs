@@ -152,7 +152,7 @@ pub struct Model {
     /// Policy version that it serves.
     #[serde(default)]
     pub version: u64,
-    /// What server it is: `agl`, `vllm`, `sglang`, `external` or `openai`. Absent: `openai`.
+    /// What server it is: `agl`, `vllm`, `sglang`, `llamacpp`, `external` or `openai`. Absent: `openai`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
     /// Whether its tokens are the policy's. Absent: whether its name is the policy's.
@@ -164,6 +164,9 @@ pub struct Model {
     /// The environment variable of the gateway that holds the server's key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_env: Option<String>,
+    /// `through`: streams are passed on as the server gives them. Absent: they are cut from its whole answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stream: Option<String>,
 }
 
 /// Whether the proxy forwards calls.

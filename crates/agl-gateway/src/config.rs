@@ -287,6 +287,10 @@ impl GatewayConfig {
         if self.limits.max_inflight_calls == 0 {
             return Some(("limits.max_inflight_calls", "0 would never call a server; 4096 is usual".to_owned()));
         }
+        if self.retention.max_bytes.is_some() && self.store.starts_with("postgres") {
+            let why = "a Postgres database does not shrink with what is deleted; use keep_rollouts or max_age_seconds";
+            return Some(("retention.max_bytes", why.to_owned()));
+        }
         if self.retention.every_seconds == 0.0 {
             return Some(("retention.every_seconds", "0 would never stop looking; 60 is usual".to_owned()));
         }

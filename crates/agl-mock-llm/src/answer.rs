@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::script::{Answer, Fault, Script, Select, WhenDone};
-use crate::tokenizer::{MESSAGE_END, display, encode, message_text, render_chat, render_tool_call};
+use crate::script::{Answer, Fault, Script, Select, Shape, WhenDone};
+use crate::tokenizer::{MESSAGE_END, display, encode, message_text, parse, render_chat, render_tool_call};
 
 /// What the client asked for, as far as the answer depends on it.
 #[derive(Clone, Debug)]
@@ -20,6 +20,8 @@ pub struct Asked {
     pub return_token_ids: bool,
     /// Log-probs wanted.
     pub logprobs: bool,
+    /// A stream wanted, and whether the usage comes at its end.
+    pub stream: Option<bool>,
     /// Number of `assistant` messages.
     pub turn: usize,
     /// True where the conversation holds a tool call or its result already.
@@ -36,10 +38,12 @@ pub struct Asked {
 ///
 /// # Errors
 /// The message of the 400 that the client gets.
-pub fn read_request(chat: bool, body: &Value) -> Result<Asked, String> {
-    if body.get("stream").and_then(Value::as_bool) == Some(true) {
-        return Err("this mock server does not stream; send \"stream\": false".to_owned());
+pub fn read_request(chat: bool, body: &Value, shape: Shape) -> Result<Asked, String> {
+    let is_true = |name: &str| body.get(name).and_then(Value::as_bool).unwrap_or(false);
+    if is_true("stream") && shape == Shape::LlamaCpp {
+        return Err("in llama.cpp's shape this mock server does not stream; send \"stream\": false".to_owned());
     }
+    let include_usage = body.pointer("/stream_options/include_usage") == Some(&json!(true));
     let (prompts, turn, last_text) = if chat { read_chat(body)? } else { read_prompts(body)? };
     let number = |name: &str| body.get(name).and_then(Value::as_u64).and_then(|value| usize::try_from(value).ok());
     let logprobs = match body.get("logprobs") {
@@ -52,8 +56,12 @@ pub fn read_request(chat: bool, body: &Value) -> Result<Asked, String> {
         prompts,
         choices: number("n").unwrap_or(1).max(1),
         max_tokens: number("max_completion_tokens").or_else(|| number("max_tokens")).unwrap_or(usize::MAX),
-        return_token_ids: body.get("return_token_ids").and_then(Value::as_bool).unwrap_or(false),
+        return_token_ids: match shape {
+            Shape::Vllm => is_true("return_token_ids"),
+            Shape::LlamaCpp => is_true("return_tokens") && is_true("verbose"),
+        },
         logprobs,
+        stream: is_true("stream").then_some(include_usage),
         turn,
         has_called: messages_of(body)
             .any(|message| message.pointer("/tool_calls/0").is_some() || message.get("role") == Some(&json!("tool"))),
@@ -83,12 +91,12 @@ fn read_prompts(body: &Value) -> Result<Prompts, String> {
     };
     let prompt = body.get("prompt").ok_or(wrong)?;
     let prompts = match prompt {
-        Value::String(text) => vec![encode(text)],
+        Value::String(text) => vec![parse(text)],
         Value::Array(list) if list.iter().all(Value::is_u64) => vec![ids(list).ok_or(wrong)?],
         Value::Array(list) => list
             .iter()
             .map(|prompt| match prompt {
-                Value::String(text) => Some(encode(text)),
+                Value::String(text) => Some(parse(text)),
                 Value::Array(list) => ids(list),
                 _ => None,
             })
@@ -182,6 +190,7 @@ fn choice(
         Answer::Text(text) | Answer::Raw { raw: text, .. } => (text.as_str(), [].as_slice()),
         Answer::Tools { text, tool_calls } => (text.as_str(), tool_calls.as_slice()),
     };
+    let thought = text.strip_prefix("<think>").and_then(|rest| rest.split_once("</think>")).filter(|_| asked.chat);
     let mut tokens = encode(text);
     for call in calls {
         tokens.extend(encode(&render_tool_call(&call.name, &call.arguments_text())));
@@ -196,7 +205,8 @@ fn choice(
     } else if !calls.is_empty() {
         choice["finish_reason"] = json!("tool_calls");
     }
-    let shown = if cut { crate::tokenizer::decode(&tokens) } else { text.to_owned() };
+    let said = thought.map_or(text, |(_, said)| said);
+    let shown = if cut { crate::tokenizer::decode(&tokens) } else { said.to_owned() };
     if !asked.chat {
         choice["text"] = json!(shown);
     } else if calls.is_empty() || cut {
@@ -213,6 +223,13 @@ fn choice(
         let content = (!shown.is_empty()).then_some(shown);
         choice["message"] = json!({"role": "assistant", "content": content, "tool_calls": calls});
     }
+    if let Some((thought, _)) = thought.filter(|_| !cut) {
+        choice["message"]["reasoning_content"] = json!(thought);
+    }
+    let sampled = tokens.len();
+    if matches!(fault, Some(Fault::LostIds)) {
+        tokens.remove(0);
+    }
     let with_ids = asked.return_token_ids && !matches!(fault, Some(Fault::MissingIds));
     choice["token_ids"] = if with_ids { json!(tokens) } else { Value::Null };
     if !asked.chat {
@@ -225,7 +242,7 @@ fn choice(
     } else {
         Value::Null
     };
-    (choice, tokens.len())
+    (choice, sampled)
 }
 
 fn logprobs(chat: bool, prompt_tokens: usize, tokens: &[u32]) -> Value {

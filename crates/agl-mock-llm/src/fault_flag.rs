@@ -3,7 +3,7 @@
 use crate::script::{Fault, FaultRule};
 
 /// Reads `503@0,1`, `429=2%0.1` (`Retry-After: 2`), `delay=1.5`, `reset%0.05`, `hang@4`, `truncated`, `wrong_json`,
-/// `missing_ids`, `missing_logprobs`, `count_mismatch`. Without a position or probability it strikes every request.
+/// `missing_ids`, `missing_logprobs`, `count_mismatch`, `lost_ids`. Without a position or probability it strikes every request.
 ///
 /// # Errors
 /// What is wrong with it, and what it should look like.
@@ -33,13 +33,14 @@ pub fn parse(flag: &str) -> Result<FaultRule, String> {
         "missing_ids" => Fault::MissingIds,
         "missing_logprobs" => Fault::MissingLogprobs,
         "count_mismatch" => Fault::CountMismatch,
+        "lost_ids" => Fault::LostIds,
         "hang" => Fault::Hang,
         status => match (status.parse::<u16>(), value.map(str::parse::<u64>).transpose()) {
             (Ok(status @ 400..=599), Ok(retry_after)) => Fault::Status { status, retry_after },
             _ => {
                 return Err(format!(
                     "{kind:?} in {flag:?} is no fault; there are: an error status such as 503 or 429=2 (Retry-After), \
-                     delay=SECONDS, reset, wrong_json, truncated, missing_ids, missing_logprobs, count_mismatch, hang"
+                     delay=SECONDS, reset, wrong_json, truncated, missing_ids, missing_logprobs, count_mismatch, lost_ids, hang"
                 ));
             }
         },

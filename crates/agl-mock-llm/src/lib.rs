@@ -9,6 +9,8 @@
 //! * [`tokenizer`] — text to tokens.
 //! * [`answer`] — a scripted answer as a response body.
 //! * [`probe`] — an answer made for whatever tools are offered.
+//! * [`stream`] — the same as a stream.
+//! * [`llamacpp`] — the same as llama.cpp's server gives it.
 //! * [`connection`] — sockets that can be reset.
 //! * [`server`] — the running server and the handle on it.
 //! * [`fault_flag`] — faults as the command line writes them.
@@ -16,10 +18,12 @@
 pub mod answer;
 pub mod connection;
 pub mod fault_flag;
+pub mod llamacpp;
 pub mod probe;
 pub mod script;
 pub mod server;
+pub mod stream;
 pub mod tokenizer;
 
-pub use script::{Answer, Fault, FaultRule, Script, Select, ToolCall, WhenDone};
+pub use script::{Answer, Fault, FaultRule, Script, Select, Shape, ToolCall, WhenDone};
 pub use server::{MockLlm, Received};

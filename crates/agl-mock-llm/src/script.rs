@@ -9,6 +9,8 @@ use serde_json::Value;
 pub struct Script {
     /// The model's name in `/v1/models` and in answers. Requests may name any model.
     pub model: String,
+    /// Which server it stands in for.
+    pub shape: Shape,
     /// The answers, in order. Without any the server echoes.
     pub answers: Vec<Answer>,
     /// Which answer a request gets.
@@ -31,6 +33,7 @@ impl Default for Script {
     fn default() -> Self {
         Self {
             model: "policy".to_owned(),
+            shape: Shape::default(),
             answers: Vec::new(),
             select: Select::default(),
             when_done: WhenDone::default(),
@@ -55,6 +58,17 @@ impl Script {
         self.faults.push(rule);
         self
     }
+}
+
+/// Which server it stands in for: how it is asked for token ids, and where its answers have them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Shape {
+    /// vLLM, which also streams.
+    #[default]
+    Vllm,
+    /// llama.cpp's server.
+    LlamaCpp,
 }
 
 /// Which answer of the script a request gets.
@@ -89,7 +103,7 @@ pub enum WhenDone {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Answer {
-    /// Plain content.
+    /// Plain content. In a chat, what stands between `<think>` and `</think>` at its start is reasoning.
     Text(String),
     /// Tool calls, with or without content.
     Tools {
@@ -191,6 +205,8 @@ pub enum Fault {
     MissingLogprobs,
     /// One log-prob fewer than there are token ids.
     CountMismatch,
+    /// One token id fewer than were sampled and counted.
+    LostIds,
     /// No answer, ever; the connection stays open.
     Hang,
 }

@@ -1,6 +1,7 @@
 //! The running server and the handle on it.
 
 use std::collections::VecDeque;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -18,11 +19,14 @@ use rand::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::answer::{choose, read_request, response};
+use crate::answer::{Asked, choose, read_request, response};
 use crate::connection::{ResetSwitch, ResettableListener};
-use crate::script::{Answer, Fault, FaultRule, Script};
+use crate::script::{Answer, Fault, FaultRule, Script, Shape};
+use crate::tokenizer::{parse, write};
+use crate::{llamacpp, stream as chunked};
 
 /// A mock server that runs inside this process until it is dropped.
 #[derive(Debug)]
@@ -56,6 +60,8 @@ struct Shared {
     received: u64,
     in_flight: usize,
     newest: VecDeque<Received>,
+    /// Streams stop after their first words while this is true.
+    held: watch::Sender<bool>,
 }
 
 type SharedState = Arc<Mutex<Shared>>;
@@ -80,14 +86,21 @@ impl MockLlm {
     pub async fn start_on(address: SocketAddr, script: Script) -> std::io::Result<Self> {
         let listener = TcpListener::bind(address).await?;
         let address = listener.local_addr()?;
-        let shared =
-            Arc::new(Mutex::new(Shared { script, next_answer: 0, received: 0, in_flight: 0, newest: VecDeque::new() }));
+        let shared = Arc::new(Mutex::new(Shared {
+            script,
+            next_answer: 0,
+            received: 0,
+            in_flight: 0,
+            newest: VecDeque::new(),
+            held: watch::Sender::new(false),
+        }));
         let router = Router::new()
             .route("/v1/chat/completions", post(chat))
             .route("/v1/completions", post(completions))
             .route("/v1/models", get(models))
             .route("/tokenize", post(tokenize))
             .route("/detokenize", post(detokenize))
+            .route("/apply-template", post(apply_template))
             .route("/mock/faults", get(faults).post(set_faults))
             .route("/mock/requests", get(requests))
             .layer(DefaultBodyLimit::disable())
@@ -133,6 +146,11 @@ impl MockLlm {
     /// Replaces all faults from the next request on.
     pub fn set_faults(&self, faults: Vec<FaultRule>) {
         lock(&self.shared).script.faults = faults;
+    }
+
+    /// While `held`, streams stop after their first words.
+    pub fn hold_streams(&self, held: bool) {
+        lock(&self.shared).held.send_replace(held);
     }
 
     /// Runs until the task is stopped from outside.
@@ -191,7 +209,7 @@ async fn serve(
     headers: &HeaderMap,
     body: &[u8],
 ) -> Response {
-    let _in_flight = InFlight::enter(shared);
+    let in_flight = InFlight::enter(shared);
     let parsed: Option<Value> = serde_json::from_slice(body).ok();
     let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).map(str::to_owned);
     let (number, fault) = {
@@ -224,7 +242,8 @@ async fn serve(
     let Some(parsed) = parsed else {
         return refuse(StatusCode::BAD_REQUEST, "the body is not JSON");
     };
-    let asked = match read_request(chat, &parsed) {
+    let shape = lock(shared).script.shape;
+    let asked = match read_request(chat, &parsed, shape) {
         Ok(asked) => asked,
         Err(message) => return refuse(StatusCode::BAD_REQUEST, &message),
     };
@@ -244,7 +263,18 @@ async fn serve(
         let status = StatusCode::from_u16(*status).unwrap_or(StatusCode::OK);
         return (status, [(header::CONTENT_TYPE, "application/json")], raw.clone()).into_response();
     }
-    let body = response(&script, &asked, &answers, number, fault.as_ref());
+    if let Some(include_usage) = asked.stream {
+        let whole = response(&script, &Asked { return_token_ids: true, ..asked.clone() }, &answers, number, None);
+        let events = chunked::events(&whole, &asked, include_usage, fault.as_ref());
+        return streamed(events, matches!(fault, Some(Fault::Truncated)), in_flight);
+    }
+    let body = match shape {
+        Shape::Vllm => response(&script, &asked, &answers, number, fault.as_ref()),
+        Shape::LlamaCpp => {
+            let whole = response(&script, &Asked { return_token_ids: true, ..asked.clone() }, &answers, number, None);
+            llamacpp::body(whole, &asked, fault.as_ref())
+        }
+    };
     if matches!(fault, Some(Fault::Truncated)) { truncated(&body.to_string()) } else { Json(body).into_response() }
 }
 
@@ -280,7 +310,7 @@ fn truncated(body: &str) -> Response {
             None => {
                 // Let the first half leave before the connection breaks.
                 tokio::time::sleep(Duration::from_millis(20)).await;
-                Some((Err(std::io::Error::from(std::io::ErrorKind::BrokenPipe)), None))
+                Some((Err(std::io::Error::from(ErrorKind::BrokenPipe)), None))
             }
         }
     });
@@ -289,9 +319,53 @@ fn truncated(body: &str) -> Response {
     (headers, Body::from_stream(parts)).into_response()
 }
 
-async fn tokenize(body: Bytes) -> Response {
+/// A stream, which may stop after its first words for a while, or break in the middle.
+fn streamed(events: Vec<String>, breaks: bool, in_flight: InFlight) -> Response {
+    let held = lock(&in_flight.0).held.subscribe();
+    let whole = events.len();
+    let events: VecDeque<String> = events.into_iter().take(if breaks { whole / 2 } else { whole }).collect();
+    let parts = stream::unfold((events, 0_usize, in_flight), move |(mut events, sent, in_flight)| {
+        let mut held = held.clone();
+        async move {
+            if sent == FIRST_WORDS {
+                let _gone = held.wait_for(|held| !held).await;
+            }
+            match events.pop_front() {
+                Some(event) => Some((Ok(Bytes::from(event)), (events, sent + 1, in_flight))),
+                None if breaks && sent < whole => {
+                    // Let what was said leave before the connection breaks.
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    Some((Err(std::io::Error::from(ErrorKind::BrokenPipe)), (events, whole, in_flight)))
+                }
+                None => None,
+            }
+        }
+    });
+    ([(header::CONTENT_TYPE, "text/event-stream")], Body::from_stream(parts)).into_response()
+}
+
+/// So many events come before a stream stops that is held: who speaks, that it thinks, and the first piece of what.
+const FIRST_WORDS: usize = 3;
+
+/// llama.cpp's: the prompt of a conversation as text.
+async fn apply_template(State(shared): State<SharedState>, body: Bytes) -> Response {
+    if lock(&shared).script.shape != Shape::LlamaCpp {
+        return StatusCode::NOT_FOUND.into_response();
+    }
     let asked = serde_json::from_slice(&body).map_err(|error| error.to_string());
-    match asked.and_then(|body| read_request(true, &body)) {
+    match asked.and_then(|body| read_request(true, &body, Shape::LlamaCpp)) {
+        Ok(asked) => Json(json!({"prompt": write(&asked.prompts[0])})).into_response(),
+        Err(message) => refuse(StatusCode::BAD_REQUEST, &message),
+    }
+}
+
+async fn tokenize(State(shared): State<SharedState>, body: Bytes) -> Response {
+    let asked: Result<Value, String> = serde_json::from_slice(&body).map_err(|error| error.to_string());
+    if lock(&shared).script.shape == Shape::LlamaCpp {
+        let content = asked.ok().and_then(|body| body["content"].as_str().map(parse)).unwrap_or_default();
+        return Json(json!({"tokens": content})).into_response();
+    }
+    match asked.and_then(|body| read_request(true, &body, Shape::Vllm)) {
         Ok(asked) => {
             let tokens = asked.prompts.into_iter().next().unwrap_or_default();
             Json(json!({"count": tokens.len(), "max_model_len": 1 << 20, "tokens": tokens})).into_response()

@@ -44,6 +44,35 @@ pub fn display(token: u32) -> String {
     }
 }
 
+/// The tokens of a text in which the frames are written out, as [`write`] does.
+#[must_use]
+pub fn parse(text: &str) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    let mut rest = text;
+    while let Some(position) = rest.find("<|") {
+        tokens.extend(encode(&rest[..position]));
+        rest = &rest[position..];
+        let frame = [MESSAGE_START, MESSAGE_END].into_iter().find(|&frame| rest.starts_with(&display(frame)));
+        match frame {
+            Some(frame) => tokens.push(frame),
+            None => tokens.extend(encode("<|")),
+        }
+        rest = &rest[frame.map_or(2, |frame| display(frame).len())..];
+    }
+    tokens.extend(encode(rest));
+    tokens
+}
+
+/// The text of tokens with the frames written out.
+#[must_use]
+pub fn write(tokens: &[u32]) -> String {
+    let bytes = tokens.iter().flat_map(|&token| match u8::try_from(token) {
+        Ok(byte) => vec![byte],
+        Err(_) => display(token).into_bytes(),
+    });
+    String::from_utf8_lossy(&bytes.collect::<Vec<_>>()).into_owned()
+}
+
 /// The prompt of a chat: the tools, every message in its frame, and the opening of the answer.
 #[must_use]
 pub fn render_chat(messages: &[Value], tools: Option<&Value>) -> Vec<u32> {
@@ -69,14 +98,18 @@ fn frame(tokens: &mut Vec<u32>, role: &str, text: &str) {
     tokens.extend(encode("\n"));
 }
 
-/// A message's content followed by its tool calls.
+/// What was thought, a message's content, and its tool calls.
 #[must_use]
 pub fn message_text(message: &Value) -> String {
-    let mut text = match message.get("content") {
-        Some(Value::String(text)) => text.clone(),
-        Some(Value::Array(parts)) => parts.iter().filter_map(|part| part.get("text").and_then(Value::as_str)).collect(),
-        _ => String::new(),
-    };
+    let thought = message.get("reasoning_content").and_then(Value::as_str).filter(|thought| !thought.is_empty());
+    let mut text = thought.map(|thought| format!("<think>{thought}</think>")).unwrap_or_default();
+    match message.get("content") {
+        Some(Value::String(content)) => text.push_str(content),
+        Some(Value::Array(parts)) => {
+            text.extend(parts.iter().filter_map(|part| part.get("text").and_then(Value::as_str)));
+        }
+        _ => {}
+    }
     for call in message.get("tool_calls").and_then(Value::as_array).into_iter().flatten() {
         let field = |name| call.pointer(name).and_then(Value::as_str).unwrap_or_default();
         text.push_str(&render_tool_call(field("/function/name"), field("/function/arguments")));

@@ -170,7 +170,7 @@ pub struct RegisteredModel {
     /// The training step of the weights it serves.
     #[serde(default)]
     pub version: u64,
-    /// `agl`, `vllm`, `sglang`, `external` or `openai`: what the server understands beyond the common interface.
+    /// `agl`, `vllm`, `sglang`, `llamacpp`, `external` or `openai`: what the server understands beyond the common interface.
     #[serde(default = "openai")]
     pub kind: String,
     /// Whether its answers are trained on; absent: only if it serves the policy.
@@ -182,6 +182,9 @@ pub struct RegisteredModel {
     /// The environment variable of the gateway that holds the server's key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_env: Option<String>,
+    /// `through`: streams are passed on as the server gives them; absent, or `synthesise`: they are cut from its whole answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stream: Option<String>,
 }
 
 impl RegisteredModel {
@@ -196,6 +199,7 @@ impl RegisteredModel {
             trainable: None,
             upstream_model: None,
             api_key_env: None,
+            stream: None,
         }
     }
 }

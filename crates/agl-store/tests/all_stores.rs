@@ -351,6 +351,7 @@ async fn models_are_replaced_by_model_and_endpoint_and_removed_by_either() {
         kind: "vllm".to_owned(),
         trainable: Some(false),
         api_key_env: Some("KEY".to_owned()),
+        stream: Some("through".to_owned()),
         ..RegisteredModel::new(model, endpoint)
     };
     for Opened { store, .. } in &all().await {

@@ -63,6 +63,7 @@ impl Serving {
             trainable: Some(true),
             upstream_model: None,
             api_key_env: None,
+            stream: None,
         };
         Ok(Self { client, model, owner: owner.to_owned(), stop: Some(stop), server })
     }

@@ -66,6 +66,7 @@ impl House {
             trainable: None,
             upstream_model: None,
             api_key_env: None,
+            stream: None,
         };
         client.register_models(&[policy]).await.unwrap();
         let config: ControllerConfig = serde_json::from_value(json!({

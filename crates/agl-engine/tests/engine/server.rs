@@ -82,6 +82,33 @@ async fn a_tool_call_comes_back_parsed_and_the_next_prompt_repeats_it_token_for_
 }
 
 #[tokio::test]
+async fn the_tokens_of_a_prompt_are_told_without_an_answer() {
+    let engine = engine("qwen3-untied");
+    let address = serve(&engine).await;
+    let tokenize = async |body: &Value| {
+        let request = reqwest::Client::new().post(format!("http://{address}/tokenize")).body(body.to_string());
+        let response = request.send().await.unwrap();
+        (response.status().as_u16(), response.json::<Value>().await.unwrap())
+    };
+    let mut conversation = json!({"messages": [{"role": "user", "content": "1+2?"}], "tools": tools()});
+    let (status, told) = tokenize(&conversation).await;
+    assert_eq!((status, engine.sampler_totals().sampled_tokens), (200, 0), "{told}");
+    let without_tools = tokenize(&json!({"messages": conversation["messages"]})).await.1;
+    assert!(without_tools["count"].as_u64() < told["count"].as_u64(), "the tools are a part of the prompt");
+
+    conversation["return_token_ids"] = json!(true);
+    conversation["max_tokens"] = json!(1);
+    let answer = ask(address, "chat/completions", conversation).await;
+    assert_eq!(told["tokens"], answer["prompt_token_ids"]);
+    assert_eq!(
+        (&told["count"], &told["max_model_len"]),
+        (&answer["usage"]["prompt_tokens"], &json!(engine.max_model_len()))
+    );
+    let (status, refused) = tokenize(&json!({"messages": []})).await;
+    assert_eq!((status, &refused["error"]["param"]), (400, &json!("messages")));
+}
+
+#[tokio::test]
 async fn without_tools_a_call_is_plain_text() {
     let engine = engine("qwen3-untied");
     let messages = json!([{"role": "user", "content": "?"}]);

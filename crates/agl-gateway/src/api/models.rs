@@ -14,6 +14,7 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::proxy::kind::Kind;
 use crate::proxy::read_body;
+use crate::proxy::through::{SYNTHESISE, THROUGH};
 
 /// `POST /api/models`: replaces registrations of equal model and endpoint. Answers once every gateway on the store knows.
 pub(super) async fn register(
@@ -23,7 +24,7 @@ pub(super) async fn register(
     let models: Vec<RegisteredModel> = body(&read_body(&app, request).await?)?;
     for (index, model) in models.iter().enumerate() {
         check_endpoint(&model.endpoint, index)?;
-        check_kind(&model.kind, index)?;
+        check_stream(check_kind(&model.kind, index)?, model.stream.as_deref(), index)?;
         // Otherwise anybody could have any variable of this process sent to an address of theirs.
         if model.api_key_env.is_some() && app.config.key.is_empty() {
             return Err(ApiError::forbidden("`api_key_env` needs a gateway with a server key: set `key`"));
@@ -44,13 +45,26 @@ fn check_endpoint(endpoint: &str, index: usize) -> Result<(), ApiError> {
     Err(ApiError::invalid(loc, problem, "url_parsing"))
 }
 
-fn check_kind(kind: &str, index: usize) -> Result<(), ApiError> {
-    if Kind::from_name(kind).is_some() {
-        return Ok(());
+fn check_kind(kind: &str, index: usize) -> Result<Kind, ApiError> {
+    if let Some(kind) = Kind::from_name(kind) {
+        return Ok(kind);
     }
     let known = Kind::ALL.map(Kind::name).join(", ");
     let loc = vec!["body".into(), index.into(), "kind".into()];
     Err(ApiError::invalid(loc, format!("Input should be one of {known}"), "enum"))
+}
+
+fn check_stream(kind: Kind, stream: Option<&str>, index: usize) -> Result<(), ApiError> {
+    let problem = match stream {
+        None | Some(SYNTHESISE) => return Ok(()),
+        Some(THROUGH) if kind.streams() => return Ok(()),
+        Some(THROUGH) => format!(
+            "Input should be {SYNTHESISE}: servers of kind {} lose tokens when they stream, or do not stream",
+            kind.name()
+        ),
+        Some(_) => format!("Input should be {SYNTHESISE} or {THROUGH}"),
+    };
+    Err(ApiError::invalid(vec!["body".into(), index.into(), "stream".into()], problem, "enum"))
 }
 
 /// `GET /api/models`.

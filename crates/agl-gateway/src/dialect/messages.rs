@@ -274,7 +274,7 @@ pub(crate) fn answer(answer: &ChatAnswer, model: Option<&str>, call_id: &str) ->
 }
 
 /// It signs nothing, but harnesses take thinking without a signature for text.
-const SIGNATURE: &str = "agl";
+pub(super) const SIGNATURE: &str = "agl";
 
 fn usage(usage: Usage) -> Value {
     json!({
@@ -285,12 +285,7 @@ fn usage(usage: Usage) -> Value {
 
 /// The message as a stream of events.
 pub(crate) fn stream(message: &Value) -> String {
-    let mut start = message.clone();
-    start["content"] = json!([]);
-    start["stop_reason"] = Value::Null;
-    start["stop_sequence"] = Value::Null;
-    start["usage"]["output_tokens"] = 1.into();
-    let mut events = sse::event("message_start", &json!({"type": "message_start", "message": start}));
+    let mut events = start(message);
     for (index, block) in message["content"].as_array().into_iter().flatten().enumerate() {
         let (empty, deltas) = block_deltas(block);
         let start = json!({"type": "content_block_start", "index": index, "content_block": empty});
@@ -301,10 +296,24 @@ pub(crate) fn stream(message: &Value) -> String {
         }
         events += &sse::event("content_block_stop", &json!({"type": "content_block_stop", "index": index}));
     }
+    events + &end(message)
+}
+
+/// The event that begins a message.
+pub(super) fn start(message: &Value) -> String {
+    let mut start = message.clone();
+    start["content"] = json!([]);
+    start["stop_reason"] = Value::Null;
+    start["stop_sequence"] = Value::Null;
+    start["usage"]["output_tokens"] = 1.into();
+    sse::event("message_start", &json!({"type": "message_start", "message": start}))
+}
+
+/// The events that end it.
+pub(super) fn end(message: &Value) -> String {
     let delta = json!({"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]});
     let end = json!({"type": "message_delta", "delta": delta, "usage": message["usage"]});
-    events += &sse::event("message_delta", &end);
-    events + &sse::event("message_stop", &json!({"type": "message_stop"}))
+    sse::event("message_delta", &end) + &sse::event("message_stop", &json!({"type": "message_stop"}))
 }
 
 /// A block as it begins, and what follows.

@@ -16,6 +16,7 @@ pub(crate) mod answer;
 pub(crate) mod chat;
 pub(crate) mod fields;
 pub(crate) mod gemini;
+pub(crate) mod live;
 pub(crate) mod messages;
 pub(crate) mod responses;
 pub(crate) mod sse;

@@ -5,7 +5,8 @@ use serde_json::{Map, Value, json};
 
 use super::answer::{ChatAnswer, Finish, ToolCall};
 use super::fields::{Fields, LeftOut, Unreadable};
-use super::{Detail, Dialect, Translated, Voice, fit_tool_choice, lead_with_system, sse};
+use super::{Detail, Dialect, Translated, Voice, fit_tool_choice, lead_with_system, message_of, sse};
+use crate::error::ApiError;
 
 /// What the answer repeats of the request.
 #[derive(Clone, Debug, Default)]
@@ -341,13 +342,8 @@ fn response_format(format: Value) -> Format {
 /// The answer as a response object.
 pub(crate) fn answer(answer: &ChatAnswer, echo: &Echo, call_id: &str) -> Value {
     let mut output = Vec::new();
-    if let Some(thought) = &answer.reasoning {
-        let mut item = json!({"id": format!("rs_{call_id}"), "type": "reasoning", "summary": [],
-            "content": [{"type": "reasoning_text", "text": thought}], "status": "completed"});
-        if echo.seals_thoughts {
-            item["encrypted_content"] = format!("{SEAL}{thought}").into();
-        }
-        output.push(item);
+    if let Some(text) = &answer.reasoning {
+        output.push(thought(text, call_id, "completed", echo));
     }
     let cut = match answer.finish {
         Finish::Length => Some("max_output_tokens"),
@@ -357,9 +353,7 @@ pub(crate) fn answer(answer: &ChatAnswer, echo: &Echo, call_id: &str) -> Value {
     let status = if cut.is_some() { "incomplete" } else { "completed" };
     // An answer of nothing at all is still a message.
     if answer.text.is_some() || answer.tool_calls.is_empty() {
-        let text = answer.text.as_deref().unwrap_or_default();
-        output.push(json!({"id": format!("msg_{call_id}"), "type": "message", "status": status, "role": "assistant",
-            "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}));
+        output.push(message(answer.text.as_deref().unwrap_or_default(), call_id, status));
     }
     let calls = answer.tool_calls.iter().enumerate();
     output.extend(calls.map(|(index, call)| tool_call(call, &format!("{call_id}_{index}"), status, echo)));
@@ -385,7 +379,21 @@ pub(crate) fn answer(answer: &ChatAnswer, echo: &Echo, call_id: &str) -> Value {
     response
 }
 
-fn tool_call(call: &ToolCall, id: &str, status: &str, echo: &Echo) -> Value {
+pub(super) fn thought(text: &str, id: &str, status: &str, echo: &Echo) -> Value {
+    let mut item = json!({"id": format!("rs_{id}"), "type": "reasoning", "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}], "status": status});
+    if echo.seals_thoughts {
+        item["encrypted_content"] = format!("{SEAL}{text}").into();
+    }
+    item
+}
+
+pub(super) fn message(text: &str, id: &str, status: &str) -> Value {
+    json!({"id": format!("msg_{id}"), "type": "message", "status": status, "role": "assistant",
+        "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]})
+}
+
+pub(super) fn tool_call(call: &ToolCall, id: &str, status: &str, echo: &Echo) -> Value {
     let object = call.object();
     match object.get(FREE_TEXT).and_then(Value::as_str) {
         Some(text) if echo.free_text.contains(&call.name) => json!({"id": format!("ctc_{id}"),
@@ -398,28 +406,77 @@ fn tool_call(call: &ToolCall, id: &str, status: &str, echo: &Echo) -> Value {
 /// The response as a stream of events.
 pub(crate) fn stream(response: &Value) -> String {
     let mut events = Events::default();
-    let mut begun = response.clone();
-    begun["status"] = "in_progress".into();
-    begun["output"] = json!([]);
-    begun["usage"] = Value::Null;
-    begun["incomplete_details"] = Value::Null;
-    events.push("response.created", json!({"response": begun}));
-    events.push("response.in_progress", json!({"response": begun}));
+    events.begin(response);
     for (index, item) in response["output"].as_array().into_iter().flatten().enumerate() {
         events.item(index, item);
     }
-    let end = if response["status"] == "incomplete" { "response.incomplete" } else { "response.completed" };
-    events.push(end, json!({"response": response}));
-    events.text
+    events.end(response);
+    events.take()
 }
 
+impl Echo {
+    /// True for a tool that takes free text.
+    pub(super) fn takes_free_text(&self, tool: &str) -> bool {
+        self.free_text.iter().any(|name| name == tool)
+    }
+}
+
+/// The events of one stream, numbered.
 #[derive(Default)]
-struct Events {
+pub(super) struct Events {
     text: String,
     count: u64,
 }
 
+/// What is told of an item in pieces.
+struct Pieces {
+    /// The events' name, without its `.delta` and `.done`.
+    event: &'static str,
+    /// Where the item has it.
+    key: &'static str,
+    /// It is a part of the item's content.
+    is_part: bool,
+}
+
+impl Pieces {
+    fn of(item: &Value) -> Option<Self> {
+        let (event, key, is_part) = match item["type"].as_str()? {
+            "message" => ("response.output_text", "text", true),
+            "reasoning" => ("response.reasoning_text", "text", true),
+            "function_call" => ("response.function_call_arguments", "arguments", false),
+            "custom_tool_call" => ("response.custom_tool_call_input", "input", false),
+            _ => return None,
+        };
+        Some(Self { event, key, is_part })
+    }
+
+    fn text<'a>(&self, item: &'a Value) -> &'a Value {
+        if self.is_part { &item["content"][0][self.key] } else { &item[self.key] }
+    }
+
+    /// Which item, and which part of it.
+    fn place(&self, index: usize, item: &Value) -> Value {
+        let mut place = json!({"item_id": item["id"], "output_index": index});
+        if self.is_part {
+            place["content_index"] = 0.into();
+        }
+        place
+    }
+
+    /// The SDKs expect them beside every piece of a text.
+    fn add_log_probs(&self, event: &mut Value) {
+        if self.event == "response.output_text" {
+            event["logprobs"] = json!([]);
+        }
+    }
+}
+
 impl Events {
+    /// What was written since the last time.
+    pub(super) fn take(&mut self) -> String {
+        std::mem::take(&mut self.text)
+    }
+
     /// Writes an event: its type, its number, and the fields.
     fn push(&mut self, name: &str, fields: Value) {
         let mut event =
@@ -431,7 +488,38 @@ impl Events {
         self.count += 1;
     }
 
-    fn item(&mut self, index: usize, item: &Value) {
+    pub(super) fn begin(&mut self, response: &Value) {
+        let mut begun = response.clone();
+        begun["status"] = "in_progress".into();
+        begun["output"] = json!([]);
+        begun["usage"] = Value::Null;
+        begun["incomplete_details"] = Value::Null;
+        self.push("response.created", json!({"response": begun}));
+        self.push("response.in_progress", json!({"response": begun}));
+    }
+
+    pub(super) fn end(&mut self, response: &Value) {
+        let end = if response["status"] == "incomplete" { "response.incomplete" } else { "response.completed" };
+        self.push(end, json!({"response": response}));
+    }
+
+    pub(super) fn fail(&mut self, error: &ApiError) {
+        let code = error.status.as_u16().to_string();
+        self.push("error", json!({"code": code, "message": message_of(&error.body), "param": null}));
+    }
+
+    /// A whole item, in one piece.
+    pub(super) fn item(&mut self, index: usize, item: &Value) {
+        self.added(index, item);
+        if let Some(pieces) = Pieces::of(item) {
+            let text = pieces.text(item).as_str().unwrap_or_default().to_owned();
+            self.delta(index, item, &text);
+        }
+        self.done(index, item);
+    }
+
+    /// An item that begins.
+    pub(super) fn added(&mut self, index: usize, item: &Value) {
         let mut begun = item.clone();
         begun["status"] = "in_progress".into();
         for (key, empty) in [("content", json!([])), ("arguments", json!("")), ("input", json!(""))] {
@@ -440,48 +528,36 @@ impl Events {
             }
         }
         self.push("response.output_item.added", json!({"output_index": index, "item": begun}));
-        let id = &item["id"];
-        match item["type"].as_str() {
-            Some("message") => self.parts(index, item, "output_text"),
-            Some("reasoning") => self.parts(index, item, "reasoning_text"),
-            Some(kind @ ("function_call" | "custom_tool_call")) => {
-                let (name, key) = if kind == "function_call" {
-                    ("response.function_call_arguments", "arguments")
-                } else {
-                    ("response.custom_tool_call_input", "input")
-                };
-                let place = json!({"item_id": id, "output_index": index});
-                self.push(&format!("{name}.delta"), with(&place, "delta", &item[key]));
-                let mut done = with(&place, key, &item[key]);
-                if kind == "function_call" {
-                    done["name"] = item["name"].clone();
-                }
-                self.push(&format!("{name}.done"), done);
-            }
-            _ => {}
+        if let Some(pieces) = Pieces::of(item).filter(|pieces| pieces.is_part) {
+            let mut empty = item["content"][0].clone();
+            empty["text"] = "".into();
+            self.push("response.content_part.added", with(&pieces.place(index, item), "part", &empty));
         }
-        self.push("response.output_item.done", json!({"output_index": index, "item": item}));
     }
 
-    /// The text parts of an item, each whole in one delta.
-    fn parts(&mut self, index: usize, item: &Value, kind: &str) {
-        for (part_index, part) in item["content"].as_array().into_iter().flatten().enumerate() {
-            let place = json!({"item_id": item["id"], "output_index": index, "content_index": part_index});
-            let text = &part["text"];
-            let extra = if kind == "output_text" { json!([]) } else { Value::Null };
-            let mut empty = part.clone();
-            empty["text"] = "".into();
-            self.push("response.content_part.added", with(&place, "part", &empty));
-            let mut delta = with(&place, "delta", text);
-            let mut done = with(&place, "text", text);
-            if !extra.is_null() {
-                delta["logprobs"] = extra.clone();
-                done["logprobs"] = extra;
+    /// A piece of it.
+    pub(super) fn delta(&mut self, index: usize, item: &Value, text: &str) {
+        let Some(pieces) = Pieces::of(item) else { return };
+        let mut delta = with(&pieces.place(index, item), "delta", &text.into());
+        pieces.add_log_probs(&mut delta);
+        self.push(&format!("{}.delta", pieces.event), delta);
+    }
+
+    /// Its end.
+    pub(super) fn done(&mut self, index: usize, item: &Value) {
+        if let Some(pieces) = Pieces::of(item) {
+            let place = pieces.place(index, item);
+            let mut done = with(&place, pieces.key, pieces.text(item));
+            pieces.add_log_probs(&mut done);
+            if item["type"] == "function_call" {
+                done["name"] = item["name"].clone();
             }
-            self.push(&format!("response.{kind}.delta"), delta);
-            self.push(&format!("response.{kind}.done"), done);
-            self.push("response.content_part.done", with(&place, "part", part));
+            self.push(&format!("{}.done", pieces.event), done);
+            if pieces.is_part {
+                self.push("response.content_part.done", with(&place, "part", &item["content"][0]));
+            }
         }
+        self.push("response.output_item.done", json!({"output_index": index, "item": item}));
     }
 }
 

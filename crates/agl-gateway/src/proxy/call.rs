@@ -7,18 +7,21 @@ use std::time::{Duration, Instant};
 use agl_store::RegisteredModel;
 use axum::http::StatusCode;
 use bytes::Bytes;
+use tokio::sync::mpsc;
 
 use super::LARGE_BODY_BYTES;
 use super::answer::{self, Answer};
 use super::attempt_tree::{CallResult, Finished, Recorded};
 use super::entry::{Caller, Prepared};
 use super::event::{Described, event_data, seed};
-use super::flights::Seat;
+use super::flights::{Seat, Taken};
 use super::kind::Kind;
+use super::live::Words;
 use super::recorder::{AttemptKey, RecordError};
 use super::reply::Reply;
 use super::request::Mode;
 use super::routes::{Target, target};
+use super::through::Through;
 use super::upstream::{Ask, End, Progress};
 use crate::app::App;
 use crate::clock;
@@ -69,9 +72,11 @@ impl Call {
     /// Calls and records, and answers whoever waits then.
     pub(crate) async fn fly(self, mut seat: Seat) {
         let (recorder, key, digest) = (Arc::clone(&self.app.recorder), self.key.clone(), self.digest);
-        let landed = self.run(&mut seat).await;
-        let waiting = seat.land();
-        let outcome = match (landed, &waiting) {
+        let (told, telling) = mpsc::unbounded_channel();
+        let mut through = self.voice.stream.then(|| Through::new(&self.voice, &self.call_id, told));
+        let landed = self.run(&mut seat, &mut through, telling).await;
+        let taken = seat.land();
+        let outcome = match (landed, &taken) {
             (Ok((reply, recorded)), Some(_)) => Ok(reply.handed_over(recorder.hand_over(&key, digest, recorded))),
             (Ok((_, recorded)), None) => {
                 recorder.leave_behind(&key, digest, recorded);
@@ -79,31 +84,54 @@ impl Call {
             }
             (Err(error), _) => Err(error),
         };
-        if let Some(waiting) = waiting {
-            // Nobody takes it where the harness has hung up just now: dropping it says so to the recorder.
-            let _hung_up = waiting.send(outcome);
+        // Nobody takes it where the harness has hung up just now: dropping it says so to the recorder.
+        match taken {
+            Some(Taken::Waiting(taker)) => drop(taker.send(outcome)),
+            Some(Taken::Listening(listener)) => {
+                let last = match (outcome, &mut through) {
+                    (Ok(reply), _) => Some(reply.into_last_words()),
+                    (Err(error), Some(through)) => Some(Words::Last(through.fail(&error), None)),
+                    (Err(_), None) => None,
+                };
+                if let Some(last) = last {
+                    drop(listener.send(last));
+                }
+            }
+            None => {}
         }
     }
 
     /// Calls, records, and gives what is to be answered.
-    async fn run(self, seat: &mut Seat) -> Result<(Reply, Recorded), ApiError> {
+    async fn run(
+        self,
+        seat: &mut Seat,
+        through: &mut Option<Through>,
+        mut telling: mpsc::UnboundedReceiver<Bytes>,
+    ) -> Result<(Reply, Recorded), ApiError> {
         let Self { app, call_id, voice, key, mode, agent, target, ask, left_out, digest, started } = self;
         let unsent = ask.body.to_bytes(&[]);
         let mut progress = Progress::default();
         let sent_any = AtomicBool::new(false);
         let began_asking = started.elapsed();
         let end = {
-            let call = app.upstream.call(ask, &mut progress, &sent_any);
+            let call = app.upstream.call(ask, &mut progress, &sent_any, through.as_mut());
+            tokio::pin!(call);
             // A call that was still held has cost nothing yet.
             let grace = || match sent_any.load(Ordering::SeqCst) {
                 true => duration(app.config.hangup_grace_seconds),
                 false => Duration::ZERO,
             };
-            tokio::select! {
-                end = call => Some(end),
-                () = seat.is_abandoned(grace) => None,
+            loop {
+                tokio::select! {
+                    Some(words) = telling.recv() => seat.tell(words),
+                    end = &mut call => break Some(end),
+                    () = seat.is_abandoned(grace) => break None,
+                }
             }
         };
+        while let Ok(words) = telling.try_recv() {
+            seat.tell(words);
+        }
         let asking = started.elapsed() - began_asking;
         let asked = progress.server.as_ref().map_or("unknown", |server| server.model.as_str());
         app.metrics.upstream(asked, asking, progress.retries);
@@ -169,6 +197,9 @@ impl Call {
         let dialect = voice.dialect.name();
         let reply = match end {
             End::Failed(error) => Err(error),
+            End::Answered(_) if through.as_ref().is_some_and(Through::has_spoken) => {
+                Ok(Reply::last_words(through.as_mut().map(Through::finish).unwrap_or_default()))
+            }
             End::Answered(answer) => Reply::tell(answer, voice, &call_id).await,
         };
         let told = reply.as_ref().map_or_else(|error| error.status, Reply::status).as_u16();

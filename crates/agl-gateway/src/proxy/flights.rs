@@ -6,8 +6,11 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{Notify, oneshot};
+use bytes::{Bytes, BytesMut};
+use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::time::Instant;
 
+use super::live::Words;
 use super::recorder::AttemptKey;
 use super::reply::Reply;
 use crate::error::ApiError;
@@ -44,7 +47,35 @@ pub(crate) struct Seat {
     flights: Arc<Flights>,
     question: Question,
     flight: Arc<Flight>,
-    taker: Option<Taker>,
+    taken: Option<Taken>,
+    /// What has been told already, for whoever takes the seat in the middle of a stream.
+    told: BytesMut,
+    /// Since when nobody has it.
+    free_since: Option<Instant>,
+}
+
+/// Who has a seat.
+pub(crate) enum Taken {
+    /// Waits for the answer.
+    Waiting(Taker),
+    /// Is being told it.
+    Listening(mpsc::UnboundedSender<Words>),
+}
+
+impl Taken {
+    fn is_gone(&self) -> bool {
+        match self {
+            Self::Waiting(taker) => taker.is_closed(),
+            Self::Listening(listener) => listener.is_closed(),
+        }
+    }
+
+    async fn gone(&mut self) {
+        match self {
+            Self::Waiting(taker) => taker.closed().await,
+            Self::Listening(listener) => listener.closed().await,
+        }
+    }
 }
 
 impl Flight {
@@ -80,23 +111,27 @@ impl Flights {
         let flight = Arc::new(Flight { call_id: call_id.to_owned(), state: Mutex::default(), changed: Notify::new() });
         let question = (key.clone(), digest);
         self.known().entry(question.clone()).or_default().push(Arc::clone(&flight));
-        Seat { flights: Arc::clone(self), question, flight, taker: Some(taker) }
+        let taken = Some(Taken::Waiting(taker));
+        Seat { flights: Arc::clone(self), question, flight, taken, told: BytesMut::new(), free_since: None }
     }
 }
 
 impl Seat {
     /// Resolves once the connection is gone and no other has come for as long as `grace` says; nobody can join any more then.
+    /// May be dropped and asked again: the time counts from when the seat became free.
     pub(crate) async fn is_abandoned(&mut self, grace: impl Fn() -> Duration) {
         loop {
             if self.is_taken() {
-                if let Some(taker) = &mut self.taker {
-                    taker.closed().await;
+                self.catch_up();
+                if let Some(taken) = &mut self.taken {
+                    taken.gone().await;
                 }
                 continue;
             }
+            let free_since = *self.free_since.get_or_insert_with(Instant::now);
             tokio::select! {
                 () = self.flight.changed.notified() => {}
-                () = tokio::time::sleep(grace()) => {
+                () = tokio::time::sleep_until(free_since + grace()) => {
                     if self.leave() {
                         return;
                     }
@@ -105,25 +140,58 @@ impl Seat {
         }
     }
 
+    /// Tells whoever has the seat, and whoever will have it, a piece of the answer.
+    pub(crate) fn tell(&mut self, words: Bytes) {
+        self.told.extend_from_slice(&words);
+        match &self.taken {
+            Some(Taken::Listening(listener)) if !listener.is_closed() => {
+                let _gone = listener.send(Words::More(words));
+            }
+            _ => {
+                if self.is_taken() {
+                    self.catch_up();
+                }
+            }
+        }
+    }
+
+    /// Begins to tell a connection that only waits what has been told so far.
+    fn catch_up(&mut self) {
+        if self.told.is_empty() || !matches!(self.taken, Some(Taken::Waiting(_))) {
+            return;
+        }
+        if let Some(Taken::Waiting(taker)) = self.taken.take() {
+            let (listener, line) = mpsc::unbounded_channel();
+            let _held = listener.send(Words::More(self.told.clone().freeze()));
+            // A connection that is gone has dropped the line with the reply.
+            let _gone = taker.send(Ok(Reply::live(line)));
+            self.taken = Some(Taken::Listening(listener));
+        }
+    }
+
     /// True while somebody waits for the answer. Otherwise the seat is free from now on.
     pub(crate) fn is_taken(&mut self) -> bool {
         let _order = self.flights.known();
         let mut state = self.flight.state();
         if let Some(newcomer) = state.newcomer.take() {
-            self.taker = Some(newcomer);
+            self.taken = Some(Taken::Waiting(newcomer));
         }
-        let taken = self.taker.as_ref().is_some_and(|taker| !taker.is_closed());
-        if !taken {
-            self.taker = None;
+        let taken = self.taken.as_ref().is_some_and(|taken| !taken.is_gone());
+        if taken {
+            self.free_since = None;
+        } else {
+            self.taken = None;
         }
         state.orphaned = !taken;
         taken
     }
 
-    /// Ends the flight: nobody can join any more. Gives whoever waits.
-    pub(crate) fn land(mut self) -> Option<Taker> {
+    /// Ends the flight: nobody can join any more. Gives whoever waits or listens.
+    pub(crate) fn land(mut self) -> Option<Taken> {
         self.forget();
-        self.is_taken().then(|| self.taker.take()).flatten()
+        let is_taken = self.is_taken();
+        self.catch_up();
+        is_taken.then(|| self.taken.take()).flatten()
     }
 
     /// Leaves the flights unless somebody has just come.
@@ -153,5 +221,27 @@ fn remove(known: &mut HashMap<Question, Vec<Arc<Flight>>>, question: &Question, 
 impl Drop for Seat {
     fn drop(&mut self) {
         self.forget();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn words_that_nobody_hears_do_not_keep_a_call_alive() {
+        let key = AttemptKey { rollout_id: "r".to_owned(), attempt_id: "0".to_owned() };
+        let (taker, connection) = oneshot::channel();
+        let mut seat = Arc::new(Flights::default()).board(&key, [0; 32], "call-1", taker);
+        drop(connection);
+        let mut told = 0;
+        loop {
+            tokio::select! {
+                () = seat.is_abandoned(|| Duration::from_millis(50)) => break,
+                () = tokio::time::sleep(Duration::from_millis(5)) => seat.tell(Bytes::from_static(b"word ")),
+            }
+            told += 1;
+            assert!(told < 1000, "the grace begins anew with every word");
+        }
     }
 }

@@ -17,12 +17,15 @@ pub(crate) enum Kind {
     Sglang,
     /// `agl models serve`, and the trainer's own server.
     Agl,
+    /// llama.cpp's server; see [`llamacpp`](super::llamacpp).
+    LlamaCpp,
     /// Somebody else's API: it gets what the harness sent, and no field that it might refuse.
     External,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 5] = [Self::OpenAi, Self::Vllm, Self::Sglang, Self::Agl, Self::External];
+    pub(crate) const ALL: [Self; 6] =
+        [Self::OpenAi, Self::Vllm, Self::Sglang, Self::Agl, Self::LlamaCpp, Self::External];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -30,12 +33,14 @@ impl Kind {
             Self::Vllm => "vllm",
             Self::Sglang => "sglang",
             Self::Agl => "agl",
+            Self::LlamaCpp => "llamacpp",
             Self::External => "external",
         }
     }
 
     /// The kind of that name.
     pub(crate) fn from_name(name: &str) -> Option<Self> {
+        let name = if name == "llama.cpp" { Self::LlamaCpp.name() } else { name };
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
@@ -49,6 +54,12 @@ impl Kind {
         self != Self::External
     }
 
+    /// True where a server may stream and lose nothing. Ours does not stream; llama.cpp's leaves tokens out that end inside a
+    /// character.
+    pub(crate) fn streams(self) -> bool {
+        !matches!(self, Self::Agl | Self::LlamaCpp)
+    }
+
     /// The fields that ask for token ids and log-probs.
     pub(crate) fn extras(
         self,
@@ -60,7 +71,9 @@ impl Kind {
         if !self.gives_ids() {
             return extras;
         }
-        if config.override_return_token_ids {
+        if config.override_return_token_ids && self == Self::LlamaCpp {
+            extras.extend([("return_tokens", json!(true)), ("verbose", json!(true))]);
+        } else if config.override_return_token_ids {
             extras.push(("return_token_ids", json!(true)));
         }
         if mode == Mode::Train && config.include_log_probs && config.override_logprobs {
@@ -69,6 +82,16 @@ impl Kind {
             extras.push(("logprobs", wanted));
         }
         extras
+    }
+
+    /// The fields that are set where the harness has not: they make the server do what others do by themselves.
+    pub(crate) fn defaults(self, mode: Mode) -> &'static [(&'static str, u32)] {
+        match (self, mode) {
+            // Its samplers cut the distribution unless told otherwise, while its log-probs are those of the whole one; and it sends
+            // twenty alternatives with each.
+            (Self::LlamaCpp, Mode::Train) => &[("top_k", 0), ("top_p", 1), ("min_p", 0), ("top_logprobs", 1)],
+            _ => &[],
+        }
     }
 }
 
@@ -87,6 +110,14 @@ mod tests {
         assert_eq!(extras(Kind::Vllm, Mode::Train, chat), json!({"return_token_ids": true, "logprobs": true}));
         assert_eq!(extras(Kind::Vllm, Mode::Val, chat), json!({"return_token_ids": true}));
         assert_eq!(extras(Kind::External, Mode::Train, chat), json!({}));
+    }
+
+    #[test]
+    fn llama_cpp_is_asked_in_its_own_words_and_goes_by_two_names() {
+        let asked = extras(Kind::LlamaCpp, Mode::Train, UpstreamPath::ChatCompletions);
+        assert_eq!(asked, json!({"return_tokens": true, "verbose": true, "logprobs": true}));
+        assert_eq!(Kind::from_name("llama.cpp"), Some(Kind::LlamaCpp));
+        assert_eq!(Kind::LlamaCpp.defaults(Mode::Val), []);
     }
 
     #[test]

@@ -2,10 +2,12 @@
 //!
 //! 1. [`entry`] checks who calls, and has the body translated from the harness's dialect ([`crate::dialect`], [`request`]).
 //! 2. [`upstream`] passes the gate, picks a server of the model that [`routes`] name ([`servers`]) and sends in the form that
-//!    its [`kind`] takes, again if need be.
+//!    its [`kind`] takes, again if need be. llama.cpp's server has a form of its own ([`llamacpp`]).
 //! 3. [`answer`] finds token ids, log-probs and versions in what came back.
 //! 4. [`recorder`] writes [`event`], rows and bodies in one transaction, as the [`attempt_tree`] says.
 //! 5. Only then the answer leaves, in the harness's dialect, and [`reply`] tells the recorder whether it was taken.
+//!
+//! A server that is registered so streams [`through`]: its words leave as they come ([`live`]), and the last of them after step 4.
 //!
 //! Steps 2 to 4 run in a task of their own ([`call`]): when the harness hangs up, they go on for a while, and an equal call
 //! takes its place ([`flights`]).
@@ -27,6 +29,8 @@ pub(crate) mod entry;
 pub(crate) mod event;
 pub(crate) mod flights;
 pub(crate) mod kind;
+pub(crate) mod live;
+pub(crate) mod llamacpp;
 pub(crate) mod models;
 pub(crate) mod places;
 pub(crate) mod recorder;
@@ -34,6 +38,7 @@ pub(crate) mod reply;
 pub(crate) mod request;
 pub(crate) mod routes;
 pub(crate) mod servers;
+pub(crate) mod through;
 pub(crate) mod upstream;
 pub(crate) mod verbatim;
 

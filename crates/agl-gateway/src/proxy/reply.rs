@@ -28,6 +28,7 @@ use super::attempt_tree::Recorded;
 use super::call::Call;
 use super::entry::{Caller, Prepared};
 use super::flights::Outcome;
+use super::live::{Heard, Line, Listener, Words};
 use super::recorder::{AttemptKey, Handover, RecordError};
 use super::upstream::UpstreamAnswer;
 use crate::app::App;
@@ -43,23 +44,49 @@ pub(crate) struct Reply {
     retry_after: Option<HeaderValue>,
     body: Bytes,
     handover: Option<Handover>,
+    /// Where the answer is told while it comes.
+    line: Option<Line>,
 }
 
 impl Reply {
+    /// An answer that is told while it comes.
+    pub(crate) fn live(line: Line) -> Self {
+        Self { line: Some(line), ..Self::of(StatusCode::OK, None, None, Bytes::new()) }
+    }
+
+    /// The end of an answer that has been told as it came.
+    pub(crate) fn last_words(words: Bytes) -> Self {
+        Self::of(StatusCode::OK, None, None, words)
+    }
+
+    fn of(
+        status: StatusCode,
+        content_type: Option<HeaderValue>,
+        retry_after: Option<HeaderValue>,
+        body: Bytes,
+    ) -> Self {
+        Self { status, content_type, retry_after, body, handover: None, line: None }
+    }
+
+    /// As the last piece of what a connection is being told.
+    pub(crate) fn into_last_words(self) -> Words {
+        Words::Last(self.body, self.handover)
+    }
+
     /// The server's answer in the words of the harness.
     pub(crate) async fn tell(answer: UpstreamAnswer, voice: Voice, call_id: &str) -> Result<Self, ApiError> {
         let UpstreamAnswer { status, content_type, retry_after, body } = answer;
         let is_error = status.is_client_error() || status.is_server_error();
         let is_openai = matches!(voice.dialect, Dialect::Chat | Dialect::Completions);
         if voice.passes_whole() || (is_error && is_openai) {
-            return Ok(Self { status, content_type, retry_after, body, handover: None });
+            return Ok(Self::of(status, content_type, retry_after, body));
         }
         if is_error {
             let said: Value = serde_json::from_slice(&body)
                 .unwrap_or_else(|_| json!({"message": String::from_utf8_lossy(&body).into_owned()}));
             let error = voice.dialect.error(ApiError::with_body(status, said));
             let body = error.body.to_string().into();
-            return Ok(Self { status, content_type: Some(JSON), retry_after, body, handover: None });
+            return Ok(Self::of(status, Some(JSON), retry_after, body));
         }
         let call_id = call_id.to_owned();
         let is_large = body.len() > LARGE_BODY_BYTES;
@@ -67,7 +94,7 @@ impl Reply {
         let told = if is_large { tokio::task::spawn_blocking(tell).await.ok().flatten() } else { tell() };
         let told = told.ok_or_else(|| ApiError::new(StatusCode::BAD_GATEWAY, NO_COMPLETION))?;
         let content_type = Some(HeaderValue::from_static(told.content_type));
-        Ok(Self { status, content_type, retry_after, body: told.body, handover: None })
+        Ok(Self::of(status, content_type, retry_after, told.body))
     }
 
     pub(crate) fn status(&self) -> StatusCode {
@@ -134,8 +161,9 @@ pub(crate) async fn give(
     let every = duration(app.config.stream_keep_alive_seconds);
     let response = if voice.stream {
         match tokio::time::timeout(every, &mut answered).await {
+            Ok(Ok(Ok(reply))) if reply.line.is_some() => begun(&voice, DeliveredBody::live(reply, &voice, every)),
             Ok(outcome) => whole(outcome.unwrap_or_else(lost), voice.dialect),
-            Err(_) => begun(Waiting { voice, answered, every }),
+            Err(_) => begun(&voice.clone(), DeliveredBody::waiting(Waiting { voice, answered, every })),
         }
     } else {
         whole(answered.await.unwrap_or_else(lost), voice.dialect)
@@ -200,11 +228,10 @@ fn whole(outcome: Result<Reply, ApiError>, dialect: Dialect) -> Response {
     response
 }
 
-/// The answer to a stream that has to wait for its events.
-fn begun(waiting: Waiting) -> Response {
-    let content_type =
-        if matches!(waiting.voice.detail, Detail::JsonList) { "application/json" } else { sse::CONTENT_TYPE };
-    let mut response = Response::new(Body::new(DeliveredBody::waiting(waiting)));
+/// The answer to a stream whose events are yet to come.
+fn begun(voice: &Voice, body: DeliveredBody) -> Response {
+    let content_type = if matches!(voice.detail, Detail::JsonList) { "application/json" } else { sse::CONTENT_TYPE };
+    let mut response = Response::new(Body::new(body));
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
     mark_stream(response.headers_mut());
     response
@@ -229,22 +256,30 @@ struct Waiting {
 /// harness hangs up before, the body is dropped unread.
 struct DeliveredBody {
     waiting: Option<(Waiting, Pin<Box<Sleep>>)>,
+    listening: Option<Listener>,
     bytes: Option<Bytes>,
     handover: Option<Handover>,
 }
 
 impl DeliveredBody {
     fn whole(bytes: Bytes, handover: Option<Handover>) -> Self {
-        Self { waiting: None, bytes: Some(bytes).filter(|bytes| !bytes.is_empty()), handover }
+        let bytes = Some(bytes).filter(|bytes| !bytes.is_empty());
+        Self { waiting: None, listening: None, bytes, handover }
+    }
+
+    fn live(reply: Reply, voice: &Voice, every: Duration) -> Self {
+        let listening = reply.line.map(|line| Listener::new(line, voice.clone(), every));
+        Self { listening, ..Self::whole(reply.body, reply.handover) }
     }
 
     fn waiting(waiting: Waiting) -> Self {
         let now = Box::pin(tokio::time::sleep(Duration::ZERO));
-        Self { waiting: Some((waiting, now)), bytes: None, handover: None }
+        Self { waiting: Some((waiting, now)), listening: None, bytes: None, handover: None }
     }
 
-    fn settle(&mut self, voice: &Voice, outcome: Result<Reply, ApiError>) {
+    fn settle(&mut self, voice: &Voice, every: Duration, outcome: Result<Reply, ApiError>) {
         match outcome {
+            Ok(reply) if reply.line.is_some() => *self = Self::live(reply, voice, every),
             Ok(reply) if reply.status.is_success() => {
                 self.bytes = Some(reply.body);
                 self.handover = reply.handover;
@@ -271,7 +306,7 @@ impl http_body::Body for DeliveredBody {
                 Poll::Ready(outcome) => {
                     let outcome = outcome.unwrap_or_else(lost);
                     if let Some((waiting, _)) = self.waiting.take() {
-                        self.settle(&waiting.voice, outcome);
+                        self.settle(&waiting.voice, waiting.every, outcome);
                     }
                 }
                 Poll::Pending => {
@@ -279,6 +314,12 @@ impl http_body::Body for DeliveredBody {
                     alarm.as_mut().reset(Instant::now() + waiting.every);
                     return Poll::Ready(Some(Ok(Frame::data(waiting.voice.keep_alive().into()))));
                 }
+            }
+        }
+        if let Some(listener) = &mut self.listening {
+            match std::task::ready!(listener.poll(context)) {
+                Heard::More(words) => return Poll::Ready(Some(Ok(Frame::data(words)))),
+                Heard::Last(words, handover) => *self = Self::whole(words, handover),
             }
         }
         let bytes = self.bytes.take();
@@ -289,13 +330,13 @@ impl http_body::Body for DeliveredBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.waiting.is_none() && self.bytes.is_none()
+        self.waiting.is_none() && self.listening.is_none() && self.bytes.is_none()
     }
 
     fn size_hint(&self) -> SizeHint {
-        match self.waiting {
-            Some(_) => SizeHint::default(),
-            None => SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+        match self.waiting.is_some() || self.listening.is_some() {
+            true => SizeHint::default(),
+            false => SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
         }
     }
 }

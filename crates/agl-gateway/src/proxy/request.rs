@@ -84,6 +84,16 @@ impl RequestBody {
         serde_json::from_str(self.get(key)?.get()).ok()
     }
 
+    /// The whole number under the key, if it is one.
+    pub(crate) fn number(&self, key: &str) -> Option<u64> {
+        serde_json::from_str(self.get(key)?.get()).ok()
+    }
+
+    /// The value under the key, if it is there.
+    pub(crate) fn value(&self, key: &str) -> Option<Value> {
+        serde_json::from_str(self.get(key)?.get()).ok()
+    }
+
     /// The values under the key, if it holds a list.
     pub(crate) fn list(&self, key: &str) -> Option<Vec<Value>> {
         serde_json::from_str(self.get(key)?.get()).ok()

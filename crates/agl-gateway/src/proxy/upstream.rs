@@ -7,13 +7,17 @@ use std::time::Duration;
 use agl_store::RegisteredModel;
 use axum::http::{HeaderValue, StatusCode, header};
 use bytes::Bytes;
+use serde_json::{Value, json};
 
 use super::kind::Kind;
+use super::llamacpp;
 use super::places::{Place, Places};
 use super::recorder::AttemptKey;
 use super::request::{Mode, RequestBody, UpstreamPath};
 use super::servers::Servers;
+use super::through::{Broken, THROUGH, Through};
 use crate::config::{DefaultProxyConfig, GatewayConfig, UpstreamConfig, duration};
+use crate::dialect::sse;
 use crate::error::{ApiError, GatewayError};
 use crate::gate::{Gate, Passage, Refused};
 use crate::watchdog::{Wait, Watchdog};
@@ -90,13 +94,24 @@ impl Upstream {
 
     /// Sends the call until it is answered or the tries are used up. Each try passes the gate and picks the server anew: a
     /// pause holds it, and a trainer that was started again has registered another address. Sets `sent_any` with the first.
-    pub(crate) async fn call(&self, ask: Ask, progress: &mut Progress, sent_any: &AtomicBool) -> End {
+    /// Where the server streams, `through` hears it; once that has told anything, there is no other try.
+    pub(crate) async fn call(
+        &self,
+        ask: Ask,
+        progress: &mut Progress,
+        sent_any: &AtomicBool,
+        mut through: Option<&mut Through>,
+    ) -> End {
         loop {
             let (admitted, server) = match self.admit(&ask).await {
                 Ok(admitted) => admitted,
                 Err(error) => return End::Failed(error),
             };
-            let body = self.dress(&ask, &server);
+            let mut through = through.as_deref_mut().filter(|_| streams_through(&server));
+            let body = match through {
+                Some(_) => self.dress(&ask, &server, &streaming()),
+                None => self.dress(&ask, &server, &[]),
+            };
             progress.sent = Some(body.clone());
             progress.server = Some(server.clone());
             sent_any.store(true, Ordering::SeqCst);
@@ -107,22 +122,36 @@ impl Upstream {
             };
             let tried = {
                 let _watched = self.queue.watchdog.watch(Wait::Server, &ask.key, &url);
-                tokio::select! {
-                    tried = self.try_once(&url, key, body) => tried,
-                    () = self.queue.gate.fenced() => {
-                        tracing::warn!(url, "a call is given up and made again once the store is back");
-                        continue;
+                let asked = async {
+                    match (through.as_deref_mut(), kind_of(&server)) {
+                        (Some(through), _) => self.try_stream(&url, key, body, through).await,
+                        (None, Kind::LlamaCpp) => {
+                            llamacpp::call(self, &server, key, &ask, &url).await.map_err(Fault::Request)
+                        }
+                        (None, _) => self.try_once(&url, key, body).await.map_err(Fault::Request),
                     }
+                };
+                tokio::select! {
+                    tried = asked => Some(tried),
+                    () = self.queue.gate.fenced() => None,
                 }
             };
+            let has_spoken = through.is_some_and(|through| through.has_spoken());
             drop(admitted);
+            let Some(tried) = tried else {
+                if has_spoken {
+                    return End::Failed(refused(Refused::Fenced));
+                }
+                tracing::warn!(url, "a call is given up and made again once the store is back");
+                continue;
+            };
 
-            let is_last = progress.retries + 1 >= self.config.max_attempts;
+            let is_last = has_spoken || progress.retries + 1 >= self.config.max_attempts;
             let (reason, wanted) = match tried {
                 Ok(answer) if is_last || !is_retryable(answer.status) => return End::Answered(answer),
                 Ok(answer) => (format!("status {}", answer.status.as_u16()), retry_after(&answer)),
-                Err(error) if is_last || error.is_builder() => return End::Failed(gave_up(&error, &url)),
-                Err(error) => (describe(&error), None),
+                Err(fault) if is_last || fault.is_final() => return End::Failed(gave_up(&fault, &url)),
+                Err(fault) => (fault.to_string(), None),
             };
             let delay = self.backoff(progress.retries).max(wanted.unwrap_or_default());
             progress.retries += 1;
@@ -166,29 +195,29 @@ impl Upstream {
 
     /// Asks the model's server how many tokens a conversation is; `None` where it cannot say, or not soon, or is not to be asked
     /// because of a pause.
-    pub(crate) async fn count_tokens(
-        &self,
-        model: &str,
-        rollout_id: &str,
-        body: &mut serde_json::Value,
-    ) -> Option<u64> {
+    pub(crate) async fn count_tokens(&self, model: &str, rollout_id: &str, body: &mut Value) -> Option<u64> {
         let server = self.servers.pick(model, rollout_id).filter(|_| self.queue.gate.view().pause.is_none())?;
+        if kind_of(&server) == Kind::LlamaCpp {
+            let counted = llamacpp::count(self, &server, key_of(&server).ok()?, body.to_string().into());
+            return tokio::time::timeout(COUNT_PATIENCE, counted).await.ok()?;
+        }
         if let Some(name) = &server.upstream_model {
             body["model"] = name.clone().into();
         }
-        let base = server.endpoint.trim_end_matches('/');
-        let url = format!("{}/tokenize", base.strip_suffix("/v1").unwrap_or(base));
+        let url = beside_v1(&server, "tokenize");
         let asked = self.try_once(&url, key_of(&server).ok()?, body.to_string().into());
         let answer = tokio::time::timeout(COUNT_PATIENCE, asked).await.ok()?.ok()?;
-        let counted = serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
+        let counted = serde_json::from_slice::<Value>(&answer.body).ok();
         counted.filter(|_| answer.status.is_success())?["count"].as_u64()
     }
 
-    /// The body in the form that this server takes.
-    fn dress(&self, ask: &Ask, server: &RegisteredModel) -> Bytes {
-        // A kind that this version does not know is called in the common form.
-        let kind = Kind::from_name(&server.kind).unwrap_or(Kind::OpenAi);
+    /// The body in the form that this server takes, with `more` on top.
+    pub(super) fn dress(&self, ask: &Ask, server: &RegisteredModel, more: &[(&'static str, Value)]) -> Bytes {
+        let kind = kind_of(server);
         let mut extras = kind.extras(ask.mode, ask.path, &self.proxy);
+        let defaults = kind.defaults(ask.mode).iter().filter(|(key, _)| !ask.body.has(key));
+        extras.extend(defaults.map(|&(key, value)| (key, value.into())));
+        extras.extend(more.iter().cloned());
         if let Some(seed) = ask.seed.filter(|_| kind.takes_seed()) {
             extras.push(("seed", seed.into()));
         }
@@ -198,16 +227,45 @@ impl Upstream {
         ask.body.to_bytes(&extras)
     }
 
-    async fn try_once(&self, url: &str, key: Option<String>, body: Bytes) -> Result<UpstreamAnswer, reqwest::Error> {
+    /// True where servers are asked for token ids.
+    pub(super) fn wants_ids(&self) -> bool {
+        self.proxy.override_return_token_ids
+    }
+
+    /// Sends once and reads the answer whole.
+    pub(super) async fn try_once(
+        &self,
+        url: &str,
+        key: Option<String>,
+        body: Bytes,
+    ) -> Result<UpstreamAnswer, reqwest::Error> {
+        read_whole(self.send(url, key, body).await?).await
+    }
+
+    /// Sends once; a stream that comes back is told as it comes, and is a whole answer then.
+    async fn try_stream(
+        &self,
+        url: &str,
+        key: Option<String>,
+        body: Bytes,
+        through: &mut Through,
+    ) -> Result<UpstreamAnswer, Fault> {
+        let response = self.send(url, key, body).await.map_err(Fault::Request)?;
+        let status = response.status();
+        if !status.is_success() || !is_event_stream(&response) {
+            return read_whole(response).await.map_err(Fault::Request);
+        }
+        let body = through.carry(response).await?;
+        let content_type = Some(HeaderValue::from_static("application/json"));
+        Ok(UpstreamAnswer { status, content_type, retry_after: None, body })
+    }
+
+    async fn send(&self, url: &str, key: Option<String>, body: Bytes) -> Result<reqwest::Response, reqwest::Error> {
         let mut request = self.client.post(url).header(header::CONTENT_TYPE, "application/json").body(body);
         if let Some(key) = key {
             request = request.bearer_auth(key);
         }
-        let response = request.send().await?;
-        let header = |name| response.headers().get(name).cloned();
-        let (status, content_type, retry_after) =
-            (response.status(), header(header::CONTENT_TYPE), header(header::RETRY_AFTER));
-        Ok(UpstreamAnswer { status, content_type, retry_after, body: response.bytes().await? })
+        request.send().await
     }
 
     /// `backoff · 2ⁿ`, capped, jittered by a quarter either way so that calls that failed together do not return together.
@@ -216,6 +274,17 @@ impl Upstream {
         let jitter = rand::random_range(0.75..1.25);
         duration(grown.min(self.config.backoff_cap_seconds) * jitter)
     }
+}
+
+/// A kind that this version does not know is called in the common form.
+fn kind_of(server: &RegisteredModel) -> Kind {
+    Kind::from_name(&server.kind).unwrap_or(Kind::OpenAi)
+}
+
+/// What a server has beside its `/v1`.
+pub(super) fn beside_v1(server: &RegisteredModel, path: &str) -> String {
+    let base = server.endpoint.trim_end_matches('/');
+    format!("{}/{path}", base.strip_suffix("/v1").unwrap_or(base))
 }
 
 /// The server's key, if it has one.
@@ -242,6 +311,31 @@ fn retry_after(answer: &UpstreamAnswer) -> Option<Duration> {
     Some(Duration::from_secs(seconds).min(LONGEST_RETRY_AFTER))
 }
 
+/// Why a try came to nothing.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Fault {
+    #[error("{}", describe(.0))]
+    Request(reqwest::Error),
+    #[error(transparent)]
+    Broken(#[from] Broken),
+}
+
+impl Fault {
+    /// Another try would come to the same.
+    fn is_final(&self) -> bool {
+        matches!(self, Self::Request(error) if error.is_builder()) || self.is_distrust()
+    }
+
+    /// The server's certificate is not one that the gateway trusts.
+    fn is_distrust(&self) -> bool {
+        self.to_string().starts_with("invalid peer certificate")
+    }
+
+    fn is_timeout(&self) -> bool {
+        matches!(self, Self::Request(error) if error.is_timeout())
+    }
+}
+
 fn describe(error: &reqwest::Error) -> String {
     // reqwest's own text says little; the reason is the innermost source.
     let mut reason: &dyn std::error::Error = error;
@@ -251,17 +345,47 @@ fn describe(error: &reqwest::Error) -> String {
     if error.is_timeout() { "timeout".to_owned() } else { reason.to_string() }
 }
 
-fn gave_up(error: &reqwest::Error, url: &str) -> ApiError {
-    tracing::error!(
-        url,
-        reason = describe(error),
-        "gave the upstream up; is the server alive at the registered endpoint?"
-    );
-    if error.is_timeout() {
-        ApiError::new(StatusCode::GATEWAY_TIMEOUT, "Upstream model server timed out")
+fn gave_up(fault: &Fault, url: &str) -> ApiError {
+    let reason = fault.to_string();
+    if fault.is_distrust() {
+        tracing::error!(
+            url,
+            reason,
+            "the upstream's certificate is not trusted; add its authority to the system's, or name a file with it in SSL_CERT_FILE, \
+             and start the gateway again"
+        );
     } else {
-        ApiError::new(StatusCode::BAD_GATEWAY, "Upstream model server request failed")
+        tracing::error!(url, reason, "gave the upstream up; is the server alive at the registered endpoint?");
     }
+    match fault {
+        fault if fault.is_timeout() => ApiError::new(StatusCode::GATEWAY_TIMEOUT, "Upstream model server timed out"),
+        Fault::Request(_) => ApiError::new(StatusCode::BAD_GATEWAY, "Upstream model server request failed"),
+        Fault::Broken(broken) => {
+            ApiError::new(StatusCode::BAD_GATEWAY, format!("Upstream model server failed: {broken}"))
+        }
+    }
+}
+
+async fn read_whole(response: reqwest::Response) -> Result<UpstreamAnswer, reqwest::Error> {
+    let header = |name| response.headers().get(name).cloned();
+    let (status, content_type, retry_after) =
+        (response.status(), header(header::CONTENT_TYPE), header(header::RETRY_AFTER));
+    Ok(UpstreamAnswer { status, content_type, retry_after, body: response.bytes().await? })
+}
+
+fn is_event_stream(response: &reqwest::Response) -> bool {
+    let kind = response.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
+    kind.is_some_and(|kind| kind.starts_with(sse::CONTENT_TYPE))
+}
+
+/// True where streams are passed on as the server gives them.
+fn streams_through(server: &RegisteredModel) -> bool {
+    server.stream.as_deref() == Some(THROUGH) && kind_of(server).streams()
+}
+
+/// What asks for a stream. The usage says how many tokens were sampled.
+fn streaming() -> [(&'static str, Value); 2] {
+    [("stream", Value::Bool(true)), ("stream_options", json!({"include_usage": true}))]
 }
 
 fn no_server(model: &str) -> ApiError {

@@ -8,6 +8,7 @@ mod events;
 mod health;
 mod keys;
 mod limits;
+mod llamacpp;
 mod models;
 mod pause;
 mod peers;
@@ -17,6 +18,7 @@ mod retention;
 mod rollouts;
 mod scene;
 mod startup;
+mod through;
 mod watch;
 mod watchdog;
 

@@ -24,7 +24,8 @@ struct Stage {
 }
 
 impl Stage {
-    async fn start() -> Self {
+    /// `streams` says how streams come about.
+    async fn start(streams: &str) -> Self {
         // The arguments as models like to write them: no SDK sends these spaces back by itself.
         let call = ToolCall { name: "multiply".to_owned(), arguments: json!(r#"{"a":6,  "b": 7}"#) };
         let script = Script {
@@ -46,7 +47,8 @@ impl Stage {
         let url = format!("http://{}", gateway.addr());
         tokio::spawn(gateway.serve(std::future::pending()));
         let stage = Self { url, http: reqwest::Client::builder().no_proxy().build().unwrap(), model };
-        stage.post("/api/models", json!([{"model": "policy", "endpoint": stage.model.endpoint()}])).await;
+        let policy = json!({"model": "policy", "endpoint": stage.model.endpoint(), "stream": streams});
+        stage.post("/api/models", json!([policy])).await;
         stage.post("/api/rollouts", json!([{"rollout_id": "r", "input": {}}])).await;
         stage
     }
@@ -65,8 +67,8 @@ impl Stage {
 }
 
 /// Runs an agent with nothing but the variables that the controller sets, and looks at what was captured.
-async fn captured(program: &str, folder: &Path, arguments: &[&str], dialect: &str) {
-    let stage = Stage::start().await;
+async fn captured(program: &str, folder: &Path, arguments: &[&str], dialect: &str, streams: &str) {
+    let stage = Stage::start(streams).await;
     let attempt = stage.post("/api/rollouts/r/attempts", json!({})).await;
     let key = attempt["key"].as_str().unwrap();
     let base = format!("{}/proxy/rollout/r/attempt/0/mode/train", stage.url);
@@ -113,9 +115,13 @@ fn agents() -> PathBuf {
 }
 
 async fn python(arguments: &[&str], dialect: &str) {
+    python_with(arguments, dialect, "synthesise").await;
+}
+
+async fn python_with(arguments: &[&str], dialect: &str, streams: &str) {
     let python =
         std::env::var("AGL_TEST_SDK_PYTHON").expect("AGL_TEST_SDK_PYTHON is not set: run the tests with ./x test");
-    captured(&python, &agents(), arguments, dialect).await;
+    captured(&python, &agents(), arguments, dialect, streams).await;
 }
 
 /// Node looks for packages beside the script, and we keep none beside ours.
@@ -127,7 +133,7 @@ async fn node(arguments: &[&str], dialect: &str) {
     for script in ["task.mjs", arguments[0]] {
         std::fs::copy(agents().join(script), folder.path().join(script)).unwrap();
     }
-    captured("node", folder.path(), arguments, dialect).await;
+    captured("node", folder.path(), arguments, dialect, "synthesise").await;
 }
 
 /// A test for the whole answers and one for the streamed ones.
@@ -158,3 +164,26 @@ harness!(openai_agents, python, "openai.responses", ["openai_agents.py"]);
 harness!(npm_openai_chat, node, "openai.chat", ["openai.mjs", "chat"]);
 harness!(npm_openai_responses, node, "openai.responses", ["openai.mjs", "responses"]);
 harness!(npm_anthropic, node, "anthropic.messages", ["anthropic.mjs"]);
+
+/// Streams that pass as the server speaks.
+mod through {
+    #[tokio::test]
+    async fn openai_chat() {
+        super::python_with(&["openai_chat.py", "stream"], "openai.chat", "through").await;
+    }
+
+    #[tokio::test]
+    async fn openai_responses() {
+        super::python_with(&["openai_responses.py", "stream"], "openai.responses", "through").await;
+    }
+
+    #[tokio::test]
+    async fn anthropic_messages() {
+        super::python_with(&["anthropic_messages.py", "stream"], "anthropic.messages", "through").await;
+    }
+
+    #[tokio::test]
+    async fn google_genai() {
+        super::python_with(&["google_genai.py", "stream"], "gemini", "through").await;
+    }
+}

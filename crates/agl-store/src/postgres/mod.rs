@@ -352,6 +352,10 @@ impl Store for PostgresStore {
         attempt!(self, Again::Always, |sql| settings::secret(sql, name, fresh))
     }
 
+    async fn stored_bytes(&self) -> Result<u64, StoreError> {
+        attempt!(self, Again::Always, |sql| schema::stored_bytes(sql))
+    }
+
     async fn changes(&self, after: u64, limit: usize) -> Result<Vec<Change>, StoreError> {
         attempt!(self, Again::Always, |sql| rollouts::changes(sql, after, limit))
     }

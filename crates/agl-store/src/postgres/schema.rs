@@ -174,6 +174,15 @@ pub(super) async fn prepare(sql: &mut PgConnection, database: &str) -> Result<()
     Ok(())
 }
 
+/// What the tables take, room that deletions have left and that is not used again yet included.
+pub(super) async fn stored_bytes(sql: &mut PgConnection) -> Result<u64, Fault> {
+    let bytes = sqlx::query_scalar::<_, i64>(
+        "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint
+         FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'agl' AND c.relkind = 'r'",
+    );
+    Ok(bytes.fetch_one(sql).await?.max(0).cast_unsigned())
+}
+
 /// A commit that is not on disk, or a page that may be torn, would break what a resolved write promises.
 fn check_server(fsync: &str, full_page_writes: &str, database: &str) -> Result<(), StoreError> {
     let unsafe_setting =

@@ -45,9 +45,9 @@ pub enum ModelsCommand {
         model: String,
         /// Its base URL, such as `http://host:8000/v1`.
         endpoint: String,
-        /// What server it is: `agl` (`agl models serve`), `vllm`, `sglang`, `external` (an API of others, whose calls are recorded
-        /// but not trained on), or `openai` for anything that takes vLLM's `return_token_ids`.
-        #[arg(long, value_parser = ["agl", "vllm", "sglang", "external", "openai"])]
+        /// What server it is: `agl` (`agl models serve`), `vllm`, `sglang`, `llamacpp`, `external` (an API of others, whose calls are
+        /// recorded but not trained on), or `openai` for anything that takes vLLM's `return_token_ids`.
+        #[arg(long, value_parser = ["agl", "vllm", "sglang", "llamacpp", "llama.cpp", "external", "openai"])]
         kind: Option<String>,
         /// The policy version it serves.
         #[arg(long, default_value_t = 0)]
@@ -61,6 +61,10 @@ pub enum ModelsCommand {
         /// The environment variable, of the gateway's process, that holds the server's key.
         #[arg(long, value_name = "VARIABLE")]
         api_key_env: Option<String>,
+        /// How streams are made: `through` passes them on as the server gives them, which is for servers that stream all token ids
+        /// (vLLM does); `synthesise` cuts them from its whole answer.
+        #[arg(long, value_parser = ["synthesise", "through"])]
+        stream: Option<String>,
     },
     /// Remove one model server, or with `--policy` all of the policy's.
     Remove {
@@ -106,8 +110,18 @@ pub async fn models(command: ModelsCommand) -> anyhow::Result<()> {
             table(&["model", "endpoint", "kind", "version", "trainable"], &rows);
             Ok(())
         }
-        ModelsCommand::Register { gateway, model, endpoint, kind, version, trainable, upstream_model, api_key_env } => {
-            let model = Model { model, endpoint, version, kind, trainable, upstream_model, api_key_env };
+        ModelsCommand::Register {
+            gateway,
+            model,
+            endpoint,
+            kind,
+            version,
+            trainable,
+            upstream_model,
+            api_key_env,
+            stream,
+        } => {
+            let model = Model { model, endpoint, version, kind, trainable, upstream_model, api_key_env, stream };
             gateway.client()?.register_models(std::slice::from_ref(&model)).await?;
             line(format!("registered {} at {}", model.model, model.endpoint));
             Ok(())

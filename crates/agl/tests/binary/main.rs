@@ -7,6 +7,7 @@ mod bad_input;
 mod contract;
 mod crash;
 mod doctor;
+mod https;
 mod keep;
 mod kills;
 mod logs;

@@ -31,4 +31,4 @@ while True:
         break
     parts = [types.Part(function_response=types.FunctionResponse(id=call.id, name=call.name, response={"result": task.multiply(**call.args)})) for call in calls]
     contents.append(types.Content(role="user", parts=parts))
-task.answer(content.parts[-1].text)
+task.answer("".join(part.text or "" for part in content.parts))
