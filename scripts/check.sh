@@ -4,11 +4,14 @@ run_check() {
   local name="${1:-}"; shift || true
   case "$name" in
     learning|controls|processes) need_rust; need_python; build; "check_$name" "$@" ;;
+    soak) need_rust; need_python; source scripts/bench.sh; build_gateway_bench
+      python3 benches/gateway/run.py soak --bench "$GATEWAY_BENCH" "$@" ;;
     harnesses) need_rust; need_python; cargo build --release --workspace --bin agl --bin agl-mock-llm; python3 scripts/harnesses/run.py "$@" ;;
     *) cat >&2 <<'HELP'
 ./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
 ./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned
 ./x check processes          the recipe as three processes, seed 1: ≥ 0.90
+./x check soak               1.5 million calls through the gateway: memory, descriptors and tasks do not grow
 ./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
 HELP
       [ -z "$name" ] && return 0; exit 2 ;;

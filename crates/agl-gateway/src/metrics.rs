@@ -26,6 +26,7 @@ const ANSWERS: &str = "agl_gateway_answers_total";
 const INFLIGHT: &str = "agl_gateway_inflight";
 const HELD: &str = "agl_gateway_held";
 const PAUSED: &str = "agl_gateway_paused";
+const TASKS: &str = "agl_gateway_tasks";
 
 /// See the [module](self).
 pub(crate) struct Metrics(PrometheusRecorder);
@@ -54,8 +55,12 @@ impl Metrics {
             (OVERHEAD, "What the gateway adds to a call: reading, translating, recording, committing"),
             (COMMIT, "Recording a call until it is durable"),
         ];
-        let gauges =
-            [(INFLIGHT, "Calls at servers now"), (HELD, "Calls held by a pause now"), (PAUSED, "1 during a pause")];
+        let gauges = [
+            (INFLIGHT, "Calls at servers now"),
+            (HELD, "Calls held by a pause now"),
+            (PAUSED, "1 during a pause"),
+            (TASKS, "Tasks of the process now: one for each connection and each call, and a few that stay"),
+        ];
         for (name, what) in counters {
             recorder.describe_counter(KeyName::from(name), None, SharedString::from(what));
         }
@@ -74,6 +79,7 @@ impl Metrics {
             (INFLIGHT, gate.inflight as f64),
             (HELD, gate.held as f64),
             (PAUSED, f64::from(u8::from(gate.pause.is_some()))),
+            (TASKS, tokio::runtime::Handle::current().metrics().num_alive_tasks() as f64),
         ] {
             self.0.register_gauge(&Key::from_name(name), &METADATA).set(value);
         }

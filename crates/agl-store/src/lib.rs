@@ -17,6 +17,7 @@ use tokio::sync::watch;
 mod bases;
 pub mod body;
 mod codec;
+mod delta;
 mod error;
 pub mod memory;
 pub mod record;
@@ -27,7 +28,7 @@ pub use error::StoreError;
 pub use memory::MemoryStore;
 pub use record::{
     AttemptDetail, CallRecord, Change, ChangeKind, LastCall, Pause, RegisteredModel, RolloutQuery, Settlement,
-    StoredCall, StoredEvent, TerminalItem, TerminalPage,
+    Standing, StoredCall, StoredEvent, TerminalItem, TerminalPage,
 };
 pub use sqlite::SqliteStore;
 
@@ -59,6 +60,12 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<(AttemptDetail, bool), StoreError>;
     /// The attempt of that id, without counting its calls.
     async fn attempt(&self, rollout_id: &str, attempt_id: &str) -> Result<Option<Attempt>, StoreError>;
+    /// The rollout and the attempt, as every call needs them; `None` where there is no such rollout.
+    async fn standing(&self, rollout_id: &str, attempt_id: &str) -> Result<Option<Standing>, StoreError> {
+        let Some(rollout) = self.rollout(rollout_id).await? else { return Ok(None) };
+        let attempt = self.attempt(rollout_id, attempt_id).await?;
+        Ok(Some(Standing { rollout: Arc::new(rollout), attempt: attempt.map(Arc::new) }))
+    }
     /// All attempts of a rollout, oldest first.
     async fn attempts(&self, rollout_id: &str) -> Result<Vec<AttemptDetail>, StoreError>;
     /// Changes an attempt.

@@ -80,13 +80,13 @@ impl Upstream {
 
     /// Sends the call until it is answered or the tries are used up. Each try passes the gate and picks the server anew: a
     /// pause holds it, and a trainer that was started again has registered another address. Sets `sent_any` with the first.
-    pub(crate) async fn call(&self, ask: Ask, progress: &mut Progress, sent_any: &AtomicBool) -> End {
+    pub(crate) async fn call(&self, ask: &Ask, progress: &mut Progress, sent_any: &AtomicBool) -> End {
         loop {
-            let (passage, server) = match self.admit(&ask).await {
+            let (passage, server) = match self.admit(ask).await {
                 Ok(admitted) => admitted,
                 Err(error) => return End::Failed(error),
             };
-            let body = self.dress(&ask, &server);
+            let body = self.dress(ask, &server);
             progress.sent = Some(body.clone());
             progress.server = Some(server.clone());
             sent_any.store(true, Ordering::SeqCst);
@@ -176,7 +176,7 @@ impl Upstream {
         let header = |name| response.headers().get(name).cloned();
         let (status, content_type, retry_after) =
             (response.status(), header(header::CONTENT_TYPE), header(header::RETRY_AFTER));
-        Ok(UpstreamAnswer { status, content_type, retry_after, body: response.bytes().await? })
+        Ok(UpstreamAnswer { status, content_type, retry_after, body: whole(response).await? })
     }
 
     /// `backoff · 2ⁿ`, capped, jittered by a quarter either way so that calls that failed together do not return together.
@@ -185,6 +185,18 @@ impl Upstream {
         let jitter = rand::random_range(0.75..1.25);
         duration(grown.min(self.config.backoff_cap_seconds) * jitter)
     }
+}
+
+/// The body in memory of its own: what is kept of it must not hold the connection's buffers.
+async fn whole(mut response: reqwest::Response) -> Result<Bytes, reqwest::Error> {
+    /// A length that is only claimed is not believed beyond this.
+    const MAX_RESERVED: u64 = 1 << 20;
+    let length = response.content_length().unwrap_or_default().min(MAX_RESERVED);
+    let mut body = Vec::with_capacity(usize::try_from(length).unwrap_or_default());
+    while let Some(chunk) = response.chunk().await? {
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body.into_boxed_slice().into())
 }
 
 /// The server's key, if it has one.
