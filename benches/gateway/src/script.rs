@@ -130,7 +130,7 @@ fn answer(number: usize, prompt: &[&Token], said: &[&Token], random: &mut StdRng
         log_probs.push(format!(
             r#"{{"token":{},"logprob":{},"bytes":[{bytes}],"top_logprobs":[]}}"#,
             serde_json::to_string(&token.text)?,
-            f64::from(log_prob(random))
+            python(f64::from(log_prob(random)))
         ));
     }
     let content = text(said)?;
@@ -144,6 +144,15 @@ fn answer(number: usize, prompt: &[&Token], said: &[&Token], random: &mut StdRng
         prompted + sampled,
         ids(prompt),
     ))
+}
+
+/// As Python writes it, which vLLM is written in.
+fn python(value: f64) -> String {
+    let scientific = format!("{value:e}");
+    match scientific.split_once("e-") {
+        Some((digits, exponent)) if value.abs() < 1e-4 => format!("{digits}e-{exponent:0>2}"),
+        _ => format!("{value:?}"),
+    }
 }
 
 /// Most tokens are nearly certain, some are not.

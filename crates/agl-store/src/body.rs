@@ -1,8 +1,8 @@
 //! Request and response bodies, compressed: they are most of what a store holds and are read rarely.
 //!
 //! A turn sends all that the turns before it sent. A body is therefore kept as what it adds to the one it continues
-//! ([`delta`]), so that a rollout's bodies grow with what its turns add and not with turns × context. What is left is compressed with
-//! zstd behind a dictionary of what such bodies are mostly made of.
+//! ([`delta`]), so that a rollout's bodies grow with what its turns add and not with turns × context. In what is left numbers are
+//! shortened ([`terse`](crate::terse)), and the rest is compressed with zstd behind a dictionary of what such bodies are mostly made of.
 
 use std::cell::RefCell;
 use std::sync::{Arc, LazyLock};
@@ -12,7 +12,9 @@ use zstd::bulk::{Compressor, Decompressor};
 use zstd::dict::{DecoderDictionary, EncoderDictionary};
 
 use crate::StoreError;
-use crate::delta::{self, Delta};
+use crate::codec::{Varints, push_varint};
+use crate::delta::{self, Delta, Encoded};
+use crate::terse::{restore, shorten};
 
 /// Favours speed: a body is compressed while a harness waits for its answer.
 const ZSTD_LEVEL: i32 = 1;
@@ -44,7 +46,7 @@ impl Body {
     /// # Errors
     /// [`StoreError::Corrupt`] where zstd fails, which it does only without memory.
     pub fn compress(raw: &[u8]) -> Result<Self, StoreError> {
-        Ok(Self::from_stored(pack(raw)?, None))
+        Ok(Self::from_stored(pack(&shorten(raw))?, None))
     }
 
     /// Compresses what continues `said`, whose body is `base`. Where too little of it is in `said`, or the chain would grow too
@@ -54,7 +56,13 @@ impl Body {
     /// As [`Self::compress`].
     pub fn compress_behind(raw: &[u8], said: &[u8], base: Arc<Self>) -> Result<Self, StoreError> {
         match delta::encode(raw, said).filter(|_| base.depth < LONGEST_CHAIN) {
-            Some(added) => Ok(Self::from_stored(pack(&added)?, Some(base))),
+            Some(Encoded { copies, literals }) => {
+                let mut added = Vec::with_capacity(copies.len() + literals.len() + 8);
+                push_varint(&mut added, copies.len() as u64);
+                added.extend(copies);
+                added.extend(shorten(&literals));
+                Ok(Self::from_stored(pack(&added)?, Some(base)))
+            }
             None => Self::compress(raw),
         }
     }
@@ -97,13 +105,22 @@ impl Body {
         let mut chain: Vec<Delta> = Vec::with_capacity(bodies.len());
         for body in bodies.iter().rev() {
             let raw = unpack(&mut unpacker, &body.packed).map_err(unreadable)?;
-            chain.push(match chain.last() {
-                Some(base) => Delta::decode(&raw, base.len()).map_err(unreadable)?,
-                None => Delta::alone(raw),
-            });
+            let delta = match chain.last() {
+                Some(base) => decode(&raw, base.len()),
+                None => restore(&raw).map(Delta::alone),
+            };
+            chain.push(delta.map_err(unreadable)?);
         }
         Ok(Delta::resolve(&chain))
     }
+}
+
+/// What a body adds to one of `base_length` bytes.
+fn decode(added: &[u8], base_length: usize) -> Result<Delta, String> {
+    let mut numbers = Varints::new(added);
+    let length = numbers.next_usize()?;
+    let (copies, literals) = numbers.rest().split_at_checked(length).ok_or("copies that break off")?;
+    Delta::decode(copies, restore(literals)?, base_length)
 }
 
 fn pack(raw: &[u8]) -> Result<Vec<u8>, StoreError> {

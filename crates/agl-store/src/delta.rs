@@ -42,8 +42,15 @@ enum Source {
     Literal(usize),
 }
 
+/// A delta to be stored: where its copies are, and the bytes between them.
+#[derive(Debug)]
+pub(crate) struct Encoded {
+    pub(crate) copies: Vec<u8>,
+    pub(crate) literals: Vec<u8>,
+}
+
 /// The bytes of `raw` as copies out of `base` and literals; `None` where too little of it is there.
-pub(crate) fn encode(raw: &[u8], base: &[u8]) -> Option<Vec<u8>> {
+pub(crate) fn encode(raw: &[u8], base: &[u8]) -> Option<Encoded> {
     let samples = Samples::of(base);
     let mut copies: Vec<(Range<usize>, usize)> = Vec::new();
     let (mut at, mut done, mut misses) = (0, 0, 0_usize);
@@ -71,27 +78,24 @@ pub(crate) fn encode(raw: &[u8], base: &[u8]) -> Option<Vec<u8>> {
 }
 
 /// The number of copies; of each the literal bytes before it, its length, and how far behind the end of the one before it begins; how
-/// many literal bytes there are at the end; the literals.
-fn write(raw: &[u8], copies: &[(Range<usize>, usize)]) -> Vec<u8> {
-    let copied: usize = copies.iter().map(|(range, _)| range.len()).sum();
-    let mut bytes = Vec::with_capacity(raw.len() - copied + 12 * copies.len() + 16);
-    push_varint(&mut bytes, copies.len() as u64);
+/// many literal bytes there are at the end.
+fn write(raw: &[u8], ranges: &[(Range<usize>, usize)]) -> Encoded {
+    let copied: usize = ranges.iter().map(|(range, _)| range.len()).sum();
+    let mut copies = Vec::with_capacity(12 * ranges.len() + 16);
+    let mut literals = Vec::with_capacity(raw.len() - copied);
+    push_varint(&mut copies, ranges.len() as u64);
     let (mut done, mut expected) = (0, 0_i64);
-    for (range, from) in copies {
+    for (range, from) in ranges {
         let from = signed(*from);
-        push_varint(&mut bytes, (range.start - done) as u64);
-        push_varint(&mut bytes, range.len() as u64);
-        push_varint(&mut bytes, zigzag(from - expected));
+        push_varint(&mut copies, (range.start - done) as u64);
+        push_varint(&mut copies, range.len() as u64);
+        push_varint(&mut copies, zigzag(from - expected));
+        literals.extend_from_slice(&raw[done..range.start]);
         (done, expected) = (range.end, from + signed(range.len()));
     }
-    push_varint(&mut bytes, (raw.len() - done) as u64);
-    let mut done = 0;
-    for (range, _) in copies {
-        bytes.extend_from_slice(&raw[done..range.start]);
-        done = range.end;
-    }
-    bytes.extend_from_slice(&raw[done..]);
-    bytes
+    push_varint(&mut copies, (raw.len() - done) as u64);
+    literals.extend_from_slice(&raw[done..]);
+    Encoded { copies, literals }
 }
 
 impl Delta {
@@ -102,8 +106,8 @@ impl Delta {
     }
 
     /// The inverse of [`encode`], for a base of `base_length` bytes.
-    pub(crate) fn decode(bytes: &[u8], base_length: usize) -> Result<Self, String> {
-        let mut numbers = Varints::new(bytes);
+    pub(crate) fn decode(copies: &[u8], literals: Vec<u8>, base_length: usize) -> Result<Self, String> {
+        let mut numbers = Varints::new(copies);
         let count = numbers.next_usize()?;
         let (mut pieces, mut end, mut literal, mut expected) = (Vec::new(), 0_usize, 0_usize, 0_i64);
         let mut push = |length: usize, source| {
@@ -127,8 +131,7 @@ impl Delta {
         }
         let rest = numbers.next_usize()?;
         push(rest, Source::Literal(literal))?;
-        let literals = numbers.rest().to_vec();
-        if literals.len() != literal.saturating_add(rest) {
+        if !numbers.rest().is_empty() || literals.len() != literal.saturating_add(rest) {
             return Err(format!("{} literal bytes instead of {}", literals.len(), literal.saturating_add(rest)));
         }
         Ok(Self { pieces, literals, length: end })
@@ -236,9 +239,12 @@ fn unzigzag(value: u64) -> i64 {
 mod tests {
     use super::*;
 
+    fn decoded(Encoded { copies, literals }: Encoded, base: &[u8]) -> Result<Delta, String> {
+        Delta::decode(&copies, literals, base.len())
+    }
+
     fn again(raw: &[u8], base: &[u8]) -> Vec<u8> {
-        let bytes = encode(raw, base).unwrap();
-        Delta::resolve(&[Delta::alone(base.to_vec()), Delta::decode(&bytes, base.len()).unwrap()])
+        Delta::resolve(&[Delta::alone(base.to_vec()), decoded(encode(raw, base).unwrap(), base).unwrap()])
     }
 
     /// Text without repetitions.
@@ -258,8 +264,8 @@ mod tests {
             [&c[..], b"-", &a, b"-", &b].concat(),
             a.clone(),
         ] {
-            let bytes = encode(&raw, &base).unwrap();
-            assert!(bytes.len() < 100, "{} bytes", bytes.len());
+            let Encoded { copies, literals } = encode(&raw, &base).unwrap();
+            assert!(copies.len() + literals.len() < 100, "{} and {} bytes", copies.len(), literals.len());
             assert_eq!(again(&raw, &base), raw);
         }
     }
@@ -269,7 +275,7 @@ mod tests {
         assert!(encode(&text(1, 50), &text(2, 50)).is_none());
         assert!(encode(b"short", b"short").is_none());
         assert!(encode(&text(1, 50), b"").is_none());
-        assert!(encode(b"", b"").is_none_or(|bytes| Delta::decode(&bytes, 0).unwrap().len() == 0));
+        assert!(encode(b"", b"").is_none_or(|encoded| decoded(encoded, b"").unwrap().len() == 0));
     }
 
     #[test]
@@ -281,7 +287,7 @@ mod tests {
             let (middle, base) = (raw.len() / 2, raw.clone());
             raw.splice(middle..middle + 10, text(number, 3));
             raw.extend(text(number + 1000, 5));
-            chain.push(Delta::decode(&encode(&raw, &base).unwrap(), base.len()).unwrap());
+            chain.push(decoded(encode(&raw, &base).unwrap(), &base).unwrap());
             assert_eq!(Delta::resolve(&chain), raw);
         }
     }
@@ -289,15 +295,16 @@ mod tests {
     #[test]
     fn bytes_that_are_no_delta_are_an_error_not_a_panic() {
         let base = text(1, 50);
-        let bytes = encode(&[&base[..], b"more"].concat(), &base).unwrap();
-        for length in 0..bytes.len() {
-            assert!(Delta::decode(&bytes[..length], base.len()).is_err(), "{length}");
+        let Encoded { copies, literals } = encode(&[&base[..], b"more"].concat(), &base).unwrap();
+        for length in 0..copies.len() {
+            assert!(Delta::decode(&copies[..length], literals.clone(), base.len()).is_err(), "{length}");
         }
-        assert!(Delta::decode(&bytes, base.len() - 1).is_err());
-        for index in 0..bytes.len() {
-            let mut wrong = bytes.clone();
+        assert!(Delta::decode(&copies, literals.clone(), base.len() - 1).is_err());
+        assert!(Delta::decode(&copies, Vec::new(), base.len()).is_err());
+        for index in 0..copies.len() {
+            let mut wrong = copies.clone();
             wrong[index] ^= 0x55;
-            if let Ok(delta) = Delta::decode(&wrong, base.len()) {
+            if let Ok(delta) = Delta::decode(&wrong, literals.clone(), base.len()) {
                 let _other_bytes = Delta::resolve(&[Delta::alone(base.clone()), delta]);
             }
         }

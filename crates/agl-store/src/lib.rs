@@ -22,6 +22,7 @@ mod error;
 pub mod memory;
 pub mod record;
 pub mod sqlite;
+mod terse;
 
 pub use body::Body;
 pub use error::StoreError;
