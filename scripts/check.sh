@@ -9,6 +9,8 @@ run_check() {
       [ -n "${AGL_PROFILE:-}" ] || cargo build --release --workspace --bin agl --bin agl-mock-llm
       "$(python_environment schemathesis schemathesis==4.32.5)" scripts/schemathesis/run.py "$@" ;;
     fuzz) need_rust; check_fuzz "$@" ;;
+    soak) need_rust; need_python; source scripts/bench.sh; build_gateway_bench
+      python3 benches/gateway/run.py soak --bench "$GATEWAY_BENCH" "$@" ;;
     harnesses) need_rust; need_python; cargo build --release --workspace --bin agl --bin agl-mock-llm; python3 scripts/harnesses/run.py "$@" ;;
     kills) need_rust; check_kills "$@" ;;
     llamacpp) need_rust; need_python; build; check_llamacpp "$@" ;;
@@ -17,6 +19,7 @@ run_check() {
 ./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned
 ./x check processes          the recipe as three processes, seed 1: ≥ 0.90
 ./x check llamacpp           llama.cpp's own server behind the gateway: prompt ids, sampled ids, log-probs, merged turns
+./x check soak               1.5 million calls through the gateway: memory, descriptors and tasks do not grow
 ./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
 ./x check schemathesis [N]   the whole HTTP interface as /openapi.json describes it, N made-up requests per operation (default 100)
 ./x check fuzz [SECONDS [TARGET…]]  every fuzzer for so long (default 600); what was found is kept for the next time

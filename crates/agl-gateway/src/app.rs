@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use agl_store::{SharedStore, StoreError};
+use agl_store::{SharedStore, Standing, StoreError};
 use axum::http::{HeaderMap, Uri};
 use tokio::sync::{Semaphore, watch};
 
@@ -108,11 +108,13 @@ impl App {
     ) -> Result<Access, ApiError> {
         let access = self.keys.check(&presented(headers, uri), Some((rollout_id, attempt_id)))?;
         let Access::Attempt(scope) = access else { return Ok(access) };
-        let attempt = self.store.attempt(rollout_id, attempt_id).await?.ok_or_else(ApiError::unauthorized)?;
+        let Some(Standing { rollout, attempt }) = self.store.standing(rollout_id, attempt_id).await? else {
+            return Err(ApiError::unauthorized());
+        };
+        let attempt = attempt.ok_or_else(ApiError::unauthorized)?;
         if let Some(ended) = scope.ended(&attempt) {
             return Err(ApiError::forbidden(ended));
         }
-        let rollout = self.store.rollout(rollout_id).await?.ok_or_else(|| ApiError::not_found(rollout_id))?;
         if scope == Scope::Agent && rollout.status.state.is_terminal() {
             return Err(ApiError::forbidden(format!("Rollout {rollout_id} has ended, and its agent's key with it")));
         }

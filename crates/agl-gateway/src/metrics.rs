@@ -36,6 +36,7 @@ const STUCK: &str = "agl_gateway_stuck";
 const STUCK_EVER: &str = "agl_gateway_stuck_total";
 const LOOP_LAG: &str = "agl_gateway_event_loop_lag_seconds";
 const LOOP_LATE: &str = "agl_gateway_event_loop_late_total";
+const TASKS: &str = "agl_gateway_tasks";
 
 /// See the [module](self).
 pub(crate) struct Metrics(PrometheusRecorder);
@@ -79,6 +80,7 @@ impl Metrics {
                 PASSED_OVER,
                 "Rollouts that a limit asked for and that a trainer may still need, as of retention's last pass",
             ),
+            (TASKS, "Tasks of the process now: one for each connection and each call, and a few that stay"),
         ];
         for (name, what) in counters {
             recorder.describe_counter(KeyName::from(name), None, SharedString::from(what));
@@ -105,6 +107,7 @@ impl Metrics {
             (HELD, gate.held as f64),
             (PAUSED, f64::from(u8::from(gate.pause.is_some()))),
             (WAITING, waiting as f64),
+            (TASKS, tokio::runtime::Handle::current().metrics().num_alive_tasks() as f64),
         ] {
             self.gauge(name, Vec::new()).set(value);
         }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 
+use crate::delta::shared_prefix;
 use crate::record::CallRecord;
 use crate::{Body, StoreError};
 
@@ -126,14 +127,6 @@ impl<P> Said<P> {
     fn size(&self) -> usize {
         self.request.raw.len() + self.response.as_ref().map_or(0, |response| response.raw.len())
     }
-}
-
-fn shared_prefix(one: &[u8], other: &[u8]) -> usize {
-    // Block by block: bodies are long and mostly agree.
-    const BLOCK: usize = 64;
-    let blocks = one.chunks_exact(BLOCK).zip(other.chunks_exact(BLOCK)).take_while(|(one, other)| one == other).count();
-    let (one, other) = (&one[blocks * BLOCK..], &other[blocks * BLOCK..]);
-    blocks * BLOCK + one.iter().zip(other).take_while(|(one, other)| one == other).count()
 }
 
 /// Bodies larger than this are compressed on a blocking thread.

@@ -111,7 +111,8 @@ pub(crate) fn versions_from_blob(blob: &[u8]) -> Result<Vec<VersionRun>, String>
         .collect()
 }
 
-fn push_varint(blob: &mut Vec<u8>, mut value: u64) {
+/// Adds a number as LEB128.
+pub(crate) fn push_varint(blob: &mut Vec<u8>, mut value: u64) {
     while value >= 0x80 {
         #[expect(clippy::cast_possible_truncation, reason = "the low seven bits are what this byte holds")]
         blob.push(value as u8 | 0x80);
@@ -123,19 +124,46 @@ fn push_varint(blob: &mut Vec<u8>, mut value: u64) {
 
 fn varints(blob: &[u8]) -> Result<Vec<u64>, String> {
     let mut values = Vec::with_capacity(blob.len() / 2);
-    let (mut value, mut shift) = (0_u64, 0_u32);
-    for &byte in blob {
-        if shift > 63 {
-            return Err("a varint of more than 64 bits".to_owned());
-        }
-        value |= u64::from(byte & 0x7f) << shift;
-        shift += 7;
-        if byte & 0x80 == 0 {
-            values.push(value);
-            (value, shift) = (0, 0);
-        }
+    let mut numbers = Varints::new(blob);
+    while !numbers.rest().is_empty() {
+        values.push(numbers.next()?);
     }
-    if shift == 0 { Ok(values) } else { Err("a varint that breaks off".to_owned()) }
+    Ok(values)
+}
+
+/// Reads LEB128 numbers one after the other.
+pub(crate) struct Varints<'a>(&'a [u8]);
+
+impl<'a> Varints<'a> {
+    pub(crate) fn new(blob: &'a [u8]) -> Self {
+        Self(blob)
+    }
+
+    /// What has not been read.
+    pub(crate) fn rest(&self) -> &'a [u8] {
+        self.0
+    }
+
+    pub(crate) fn next(&mut self) -> Result<u64, String> {
+        let (mut value, mut shift) = (0_u64, 0_u32);
+        while let Some((&byte, rest)) = self.0.split_first() {
+            if shift > 63 {
+                return Err("a varint of more than 64 bits".to_owned());
+            }
+            self.0 = rest;
+            value |= u64::from(byte & 0x7f) << shift;
+            shift += 7;
+            if byte & 0x80 == 0 {
+                return Ok(value);
+            }
+        }
+        Err("a varint that breaks off".to_owned())
+    }
+
+    pub(crate) fn next_usize(&mut self) -> Result<usize, String> {
+        let value = self.next()?;
+        usize::try_from(value).map_err(|_| format!("a length of {value}"))
+    }
 }
 
 #[cfg(test)]

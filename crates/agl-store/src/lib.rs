@@ -18,6 +18,7 @@ use tokio::sync::watch;
 mod bases;
 pub mod body;
 mod codec;
+mod delta;
 mod error;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
@@ -27,6 +28,7 @@ pub mod peers;
 pub mod postgres;
 pub mod record;
 pub mod sqlite;
+mod terse;
 
 pub use body::Body;
 pub use error::StoreError;
@@ -35,7 +37,7 @@ pub use peers::{Agreement, Peer, Peers, Presence};
 pub use postgres::PostgresStore;
 pub use record::{
     AttemptDetail, CallRecord, Change, ChangeKind, LastCall, Pause, RegisteredModel, RolloutQuery, Settlement,
-    StoredCall, StoredEvent, TerminalItem, TerminalPage, Writer,
+    Standing, StoredCall, StoredEvent, TerminalItem, TerminalPage, Writer,
 };
 pub use sqlite::SqliteStore;
 
@@ -67,6 +69,12 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<(AttemptDetail, bool), StoreError>;
     /// The attempt of that id, without counting its calls.
     async fn attempt(&self, rollout_id: &str, attempt_id: &str) -> Result<Option<Attempt>, StoreError>;
+    /// The rollout and the attempt, as every call needs them; `None` where there is no such rollout.
+    async fn standing(&self, rollout_id: &str, attempt_id: &str) -> Result<Option<Standing>, StoreError> {
+        let Some(rollout) = self.rollout(rollout_id).await? else { return Ok(None) };
+        let attempt = self.attempt(rollout_id, attempt_id).await?;
+        Ok(Some(Standing { rollout: Arc::new(rollout), attempt: attempt.map(Arc::new) }))
+    }
     /// All attempts of a rollout, oldest first.
     async fn attempts(&self, rollout_id: &str) -> Result<Vec<AttemptDetail>, StoreError>;
     /// Changes an attempt.

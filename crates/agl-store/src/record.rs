@@ -1,5 +1,7 @@
 //! What goes into a store and comes out of it, beside the domain types of `agl-core`.
 
+use std::sync::Arc;
+
 use agl_core::attempt::Attempt;
 use agl_core::event::Event;
 use agl_core::rollout::{Rollout, RolloutState};
@@ -33,6 +35,16 @@ pub struct AttemptDetail {
     pub calls: u64,
     /// The last of them; `None` if there was none.
     pub last_call: Option<LastCall>,
+}
+
+/// What decides whether a call may be made: the rollout and, if it was ever made, the attempt. A store may keep it at hand; it is
+/// never older than the last change that was acknowledged.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Standing {
+    /// The rollout.
+    pub rollout: Arc<Rollout>,
+    /// `None` where calls and events come for an attempt that nobody has made.
+    pub attempt: Option<Arc<Attempt>>,
 }
 
 /// How the last model call of an attempt ended.

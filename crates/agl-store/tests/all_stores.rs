@@ -247,6 +247,27 @@ async fn an_attempt_ends_with_its_failure_and_withdraws_its_key() {
 }
 
 #[tokio::test]
+async fn the_standing_of_a_call_is_never_older_than_an_acknowledged_change() {
+    for Opened { store, .. } in &both().await {
+        let standing = async || store.standing("r", "0").await.unwrap();
+        assert_eq!(standing().await, None);
+        store.create_rollouts(vec![rollout("r")]).await.unwrap();
+        assert_eq!(standing().await.unwrap().attempt, None);
+        store.create_attempt("r", None, 2.0).await.unwrap();
+        assert!(!standing().await.unwrap().attempt.unwrap().agent_ended);
+        let patch = AttemptPatch { agent_ended: Some(true), ..AttemptPatch::default() };
+        store.patch_attempt("r", "0", patch, 3.0).await.unwrap();
+        assert!(standing().await.unwrap().attempt.unwrap().agent_ended);
+        store.patch_rollout("r", becoming(RolloutState::Running), 4.0).await.unwrap();
+        assert_eq!(standing().await.unwrap().rollout.status.state, RolloutState::Running);
+        store.mark_consumed("run-a", 1, vec!["r".to_owned()]).await.unwrap();
+        assert!(standing().await.unwrap().rollout.consumed.is_some());
+        store.delete_rollout("r").await.unwrap();
+        assert_eq!(standing().await, None);
+    }
+}
+
+#[tokio::test]
 async fn events_keep_their_order_and_their_payload() {
     for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r")]).await.unwrap();

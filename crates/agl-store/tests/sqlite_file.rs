@@ -61,7 +61,7 @@ async fn a_database_of_another_version_is_refused_by_name() {
     SqliteStore::open(&path).await.unwrap().close().await;
     Connection::open(&path).unwrap().pragma_update(None, "user_version", 999).unwrap();
     let refused = SqliteStore::open(&path).await.unwrap_err();
-    assert!(matches!(refused, StoreError::DatabaseVersion { found: 999, supported: 2, .. }));
+    assert!(matches!(refused, StoreError::DatabaseVersion { found: 999, supported: 3, .. }));
     let message = refused.to_string();
     assert!(message.contains("agl.db") && message.contains("999") && message.contains("name another one"), "{message}");
 }

@@ -36,121 +36,223 @@ pub(crate) struct Choice {
     pub(crate) versions: Vec<VersionRun>,
 }
 
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawAnswer<'a> {
-    #[serde(borrow)]
-    prompt_token_ids: Option<&'a RawValue>,
-    #[serde(borrow)]
-    choices: Option<&'a RawValue>,
-    #[serde(borrow)]
-    usage: Option<&'a RawValue>,
-    #[serde(borrow)]
-    policy_version: Option<&'a RawValue>,
+/// What an answer says, before it is judged.
+#[derive(Default)]
+struct Said {
+    prompt: Option<Vec<u32>>,
+    choices: Vec<SaidChoice>,
+    version: Option<u64>,
+    usage: Option<Value>,
 }
 
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawChoice<'a> {
-    #[serde(borrow)]
-    prompt_token_ids: Option<&'a RawValue>,
-    #[serde(borrow)]
-    token_ids: Option<&'a RawValue>,
-    #[serde(borrow)]
-    logprobs: Option<&'a RawValue>,
-    #[serde(borrow)]
-    policy_versions: Option<&'a RawValue>,
-    #[serde(borrow)]
-    finish_reason: Option<&'a RawValue>,
-    #[serde(borrow)]
-    message: Option<&'a RawValue>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct RawMessage {
-    tool_calls: Option<Vec<Value>>,
+#[derive(Default)]
+struct SaidChoice {
+    prompt: Option<Vec<u32>>,
+    sampled: Option<Vec<u32>>,
+    log_probs: Option<Vec<f32>>,
+    versions: Option<Vec<u64>>,
+    finish_reason: Option<String>,
+    tool_calls: Vec<Value>,
 }
 
 /// `registered` is the version that the server was registered with, for servers that do not say.
 pub(crate) fn read(body: &[u8], registered: u64) -> Answer {
-    let Ok(raw) = serde_json::from_slice::<RawAnswer<'_>>(body) else {
+    let Some(said) = well_formed::read(body).or_else(|| field_by_field::read(body)) else {
         return Answer { complaints: vec!["the answer is no JSON object".to_owned()], ..Answer::default() };
     };
-    let raw_choices: Vec<RawChoice<'_>> =
-        raw.choices.and_then(|choices| serde_json::from_str(choices.get()).ok()).unwrap_or_default();
-    let shared_prompt: Option<Vec<u32>> =
-        known(raw.prompt_token_ids).or_else(|| raw_choices.first().and_then(|choice| known(choice.prompt_token_ids)));
-    let version = known(raw.policy_version).unwrap_or(registered);
     let mut complaints = Vec::new();
-    if raw_choices.is_empty() {
+    if said.choices.is_empty() {
         complaints.push("the answer has no choices".to_owned());
     }
-    let choices = raw_choices
-        .iter()
-        .enumerate()
-        .map(|(index, choice)| {
-            let prompt = known(choice.prompt_token_ids).or_else(|| shared_prompt.clone());
-            let (Some(prompt), Some(sampled)) = (prompt, known::<Vec<u32>>(choice.token_ids)) else {
-                complaints.push(format!("choice {index} has no token ids"));
-                return Choice::default();
-            };
-            let log_probs = log_probs(choice.logprobs);
-            if let Some(found) = log_probs.as_ref().map(Vec::len).filter(|&found| found != sampled.len()) {
-                complaints.push(format!("choice {index} has {} token ids but {found} log-probs", sampled.len()));
-            }
-            let versions: Option<Vec<u64>> = known(choice.policy_versions);
-            if let Some(found) = versions.as_ref().map(Vec::len).filter(|&found| found != sampled.len()) {
-                complaints.push(format!("choice {index} has {} token ids but {found} policy versions", sampled.len()));
-            }
-            let versions = versions
-                .filter(|versions| versions.len() == sampled.len())
-                .map_or_else(|| version_runs(std::iter::repeat_n(version, sampled.len())), version_runs);
-            Choice {
-                log_probs: log_probs.filter(|values| values.len() == sampled.len()),
-                versions,
-                ids: Some((prompt, sampled)),
-            }
-        })
-        .collect();
-    let finish_reason = raw_choices.first().and_then(|choice| known::<String>(choice.finish_reason));
-    let messages = raw_choices.iter().filter_map(|choice| known::<RawMessage>(choice.message)?.tool_calls);
-    Answer {
+    let version = said.version.unwrap_or(registered);
+    let finish_reason = said.choices.first().and_then(|choice| choice.finish_reason.clone());
+    let mut answer = Answer {
         is_object: true,
-        choices,
-        tool_calls: messages.flatten().map(|call| ToolCall::read(&call)).collect(),
-        usage: known::<Value>(raw.usage).filter(Value::is_object),
+        usage: said.usage.filter(Value::is_object),
         finish_reason: finish_reason.filter(|reason| !reason.is_empty()),
-        complaints,
+        ..Answer::default()
+    };
+    let mut shared_prompt = said.prompt.or_else(|| said.choices.first().and_then(|choice| choice.prompt.clone()));
+    let last = said.choices.len().saturating_sub(1);
+    for (index, choice) in said.choices.into_iter().enumerate() {
+        let SaidChoice { prompt, sampled, log_probs, versions, tool_calls, .. } = choice;
+        answer.tool_calls.extend(tool_calls.iter().map(ToolCall::read));
+        // A prompt may be long, and mostly there is one choice.
+        let prompt = prompt.or_else(|| if index == last { shared_prompt.take() } else { shared_prompt.clone() });
+        let (Some(prompt), Some(sampled)) = (prompt, sampled) else {
+            complaints.push(format!("choice {index} has no token ids"));
+            answer.choices.push(Choice::default());
+            continue;
+        };
+        if let Some(found) = log_probs.as_ref().map(Vec::len).filter(|&found| found != sampled.len()) {
+            complaints.push(format!("choice {index} has {} token ids but {found} log-probs", sampled.len()));
+        }
+        if let Some(found) = versions.as_ref().map(Vec::len).filter(|&found| found != sampled.len()) {
+            complaints.push(format!("choice {index} has {} token ids but {found} policy versions", sampled.len()));
+        }
+        let versions = versions
+            .filter(|versions| versions.len() == sampled.len())
+            .map_or_else(|| version_runs(std::iter::repeat_n(version, sampled.len())), version_runs);
+        answer.choices.push(Choice {
+            log_probs: log_probs.filter(|values| values.len() == sampled.len()),
+            versions,
+            ids: Some((prompt, sampled)),
+        });
     }
+    answer.complaints = complaints;
+    answer
+}
+
+/// The usual case, in one pass: every field that is there is what it should be.
+mod well_formed {
+    use serde::Deserialize;
+    use sonic_rs::LazyValue;
+
+    use super::{Forms, Said, SaidChoice, tool_calls};
+
+    #[derive(Deserialize)]
+    struct Whole<'a> {
+        #[serde(default)]
+        prompt_token_ids: Option<Vec<u32>>,
+        #[serde(borrow)]
+        choices: Vec<Choice<'a>>,
+        #[serde(borrow, default)]
+        usage: Option<LazyValue<'a>>,
+        #[serde(default)]
+        policy_version: Option<u64>,
+    }
+
+    #[derive(Deserialize)]
+    struct Choice<'a> {
+        #[serde(default)]
+        prompt_token_ids: Option<Vec<u32>>,
+        #[serde(default)]
+        token_ids: Option<Vec<u32>>,
+        #[serde(default)]
+        logprobs: Option<Forms>,
+        #[serde(default)]
+        policy_versions: Option<Vec<u64>>,
+        #[serde(default)]
+        finish_reason: Option<String>,
+        #[serde(borrow, default)]
+        message: Option<LazyValue<'a>>,
+    }
+
+    pub(super) fn read(body: &[u8]) -> Option<Said> {
+        let whole: Whole<'_> = sonic_rs::from_slice(body).ok()?;
+        let choices = whole.choices.into_iter().map(|choice| SaidChoice {
+            prompt: choice.prompt_token_ids,
+            sampled: choice.token_ids,
+            log_probs: choice.logprobs.and_then(Forms::values),
+            versions: choice.policy_versions,
+            finish_reason: choice.finish_reason,
+            tool_calls: choice.message.map(|message| tool_calls(message.as_raw_str())).unwrap_or_default(),
+        });
+        Some(Said {
+            prompt: whole.prompt_token_ids,
+            choices: choices.collect(),
+            version: whole.policy_version,
+            usage: whole.usage.and_then(|usage| serde_json::from_str(usage.as_raw_str()).ok()),
+        })
+    }
+}
+
+/// Where some field is not what it should be: each is looked at by itself, and only that one is lost.
+mod field_by_field {
+    use serde::Deserialize;
+    use serde_json::value::RawValue;
+
+    use super::{Forms, Said, SaidChoice, known, tool_calls};
+
+    #[derive(Default, Deserialize)]
+    #[serde(default)]
+    struct Whole<'a> {
+        #[serde(borrow)]
+        prompt_token_ids: Option<&'a RawValue>,
+        #[serde(borrow)]
+        choices: Option<&'a RawValue>,
+        #[serde(borrow)]
+        usage: Option<&'a RawValue>,
+        #[serde(borrow)]
+        policy_version: Option<&'a RawValue>,
+    }
+
+    #[derive(Default, Deserialize)]
+    #[serde(default)]
+    struct Choice<'a> {
+        #[serde(borrow)]
+        prompt_token_ids: Option<&'a RawValue>,
+        #[serde(borrow)]
+        token_ids: Option<&'a RawValue>,
+        #[serde(borrow)]
+        logprobs: Option<&'a RawValue>,
+        #[serde(borrow)]
+        policy_versions: Option<&'a RawValue>,
+        #[serde(borrow)]
+        finish_reason: Option<&'a RawValue>,
+        #[serde(borrow)]
+        message: Option<&'a RawValue>,
+    }
+
+    pub(super) fn read(body: &[u8]) -> Option<Said> {
+        let whole: Whole<'_> = serde_json::from_slice(body).ok()?;
+        let choices = whole.choices.and_then(|choices| serde_json::from_str::<Vec<Choice<'_>>>(choices.get()).ok());
+        let choices = choices.unwrap_or_default().into_iter().map(|choice| SaidChoice {
+            prompt: known(choice.prompt_token_ids),
+            sampled: known(choice.token_ids),
+            log_probs: known::<Forms>(choice.logprobs).and_then(Forms::values),
+            versions: known(choice.policy_versions),
+            finish_reason: known(choice.finish_reason),
+            tool_calls: choice.message.map(|message| tool_calls(message.get())).unwrap_or_default(),
+        });
+        Some(Said {
+            prompt: known(whole.prompt_token_ids),
+            choices: choices.collect(),
+            version: known(whole.policy_version),
+            usage: known(whole.usage),
+        })
+    }
+}
+
+/// Those of a message.
+fn tool_calls(message: &str) -> Vec<Value> {
+    #[derive(Deserialize)]
+    struct Message {
+        #[serde(default)]
+        tool_calls: Option<Vec<Value>>,
+    }
+    serde_json::from_str::<Message>(message).ok().and_then(|message| message.tool_calls).unwrap_or_default()
 }
 
 fn known<T: DeserializeOwned>(raw: Option<&RawValue>) -> Option<T> {
     serde_json::from_str(raw?.get()).ok()
 }
 
-/// The chat form `{"content": [{"logprob": …}]}` or the completions form `{"token_logprobs": […]}`; `None` where any value
-/// is no finite number.
-pub(crate) fn log_probs(raw: Option<&RawValue>) -> Option<Vec<f32>> {
-    #[derive(Deserialize)]
-    struct Forms {
-        #[serde(default)]
-        content: Option<Vec<Token>>,
-        #[serde(default)]
-        token_logprobs: Option<Vec<f64>>,
+/// Log-probs in the chat form `{"content": [{"logprob": …}]}` or the completions form `{"token_logprobs": […]}`.
+#[derive(Deserialize)]
+struct Forms {
+    #[serde(default)]
+    content: Option<Vec<Token>>,
+    #[serde(default)]
+    token_logprobs: Option<Vec<f64>>,
+}
+
+#[derive(Deserialize)]
+struct Token {
+    logprob: f64,
+}
+
+impl Forms {
+    /// `None` where any value is no finite number.
+    fn values(self) -> Option<Vec<f32>> {
+        let values: Vec<f64> = match self.content {
+            Some(tokens) => tokens.into_iter().map(|token| token.logprob).collect(),
+            None => self.token_logprobs?,
+        };
+        #[expect(clippy::cast_possible_truncation, reason = "log-probs are stored and used in single precision")]
+        let values: Vec<f32> = values.into_iter().map(|value| value as f32).collect();
+        values.iter().all(|value| value.is_finite()).then_some(values)
     }
-    #[derive(Deserialize)]
-    struct Token {
-        logprob: f64,
-    }
-    let forms: Forms = known(raw)?;
-    let values: Vec<f64> = match forms.content {
-        Some(tokens) => tokens.into_iter().map(|token| token.logprob).collect(),
-        None => forms.token_logprobs?,
-    };
-    #[expect(clippy::cast_possible_truncation, reason = "log-probs are stored and used in single precision")]
-    let values: Vec<f32> = values.into_iter().map(|value| value as f32).collect();
-    values.iter().all(|value| value.is_finite()).then_some(values)
 }
 
 #[cfg(test)]

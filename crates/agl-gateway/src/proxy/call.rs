@@ -109,12 +109,11 @@ impl Call {
         mut telling: mpsc::UnboundedReceiver<Bytes>,
     ) -> Result<(Reply, Recorded), ApiError> {
         let Self { app, call_id, voice, key, mode, agent, target, ask, left_out, digest, started } = self;
-        let unsent = ask.body.to_bytes(&[]);
         let mut progress = Progress::default();
         let sent_any = AtomicBool::new(false);
         let began_asking = started.elapsed();
         let end = {
-            let call = app.upstream.call(ask, &mut progress, &sent_any, through.as_mut());
+            let call = app.upstream.call(&ask, &mut progress, &sent_any, through.as_mut());
             tokio::pin!(call);
             // A call that was still held has cost nothing yet.
             let grace = || match sent_any.load(Ordering::SeqCst) {
@@ -175,7 +174,7 @@ impl Call {
             data: event_data(&described, &progress, &answer),
             call_id: call_id.clone(),
             timestamp: clock::now(),
-            request: progress.sent.unwrap_or(unsent),
+            request: progress.sent.unwrap_or_else(|| ask.body.to_bytes(&[])),
             response,
             result: if ok { CallResult::Answered(answer.choices) } else { CallResult::Failed },
             digest,

@@ -37,7 +37,7 @@ pub(crate) struct Place {
 pub(crate) struct Caller {
     pub(crate) key: AttemptKey,
     pub(crate) mode: Mode,
-    pub(crate) rollout: Rollout,
+    pub(crate) rollout: Arc<Rollout>,
     /// The agent's name, for runs with several.
     pub(crate) agent: Option<String>,
     /// It says that it asked this before.
@@ -200,7 +200,8 @@ async fn admit(app: &App, place: Place, headers: &HeaderMap, uri: &Uri) -> Resul
     }
     let mode = Mode::from_name(&mode)
         .ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, format!("Unsupported proxy mode: {mode}")))?;
-    let rollout = app.store.rollout(&key.rollout_id).await?.ok_or_else(|| ApiError::not_found(&key.rollout_id))?;
+    let standing = app.store.standing(&key.rollout_id, &key.attempt_id).await?;
+    let rollout = standing.ok_or_else(|| ApiError::not_found(&key.rollout_id))?.rollout;
     if matches!(access, Access::Attempt(_)) && mode.name() != rollout.mode() {
         return Err(ApiError::forbidden(format!(
             "Rollout {} is of mode {}: its agent's key does not open mode {}; use the base URL that the agent was given",
@@ -226,7 +227,7 @@ impl Remembered {
 }
 
 /// A request in chat completions' own words: only what we set is touched, everything else leaves byte for byte as it came.
-fn passed(raw: &[u8], dialect: Dialect, remembered: &Remembered) -> Result<Prepared, ApiError> {
+fn passed(raw: &Bytes, dialect: Dialect, remembered: &Remembered) -> Result<Prepared, ApiError> {
     let mut body = RequestBody::parse(raw)?;
     // Reading the messages costs time: only where there is something to find.
     if remembered.app.verbatim.knows(&remembered.key)

@@ -29,6 +29,8 @@ const NEWS_PATIENCE: Duration = Duration::from_secs(1);
 const MAX_RACES: u32 = 50;
 /// Deliveries are written together, so that they cost no commit of their own.
 const SETTLE_EVERY: Duration = Duration::from_millis(50);
+/// At most so many, since calls wait for their commit meanwhile.
+const SETTLE_TOGETHER: usize = 256;
 
 /// See the [module](self).
 pub(crate) struct Recorder {
@@ -368,7 +370,7 @@ async fn settle_deliveries(recorder: std::sync::Weak<Recorder>, mut inbox: mpsc:
         let deadline = tokio::time::sleep(SETTLE_EVERY);
         tokio::pin!(deadline);
         // Who flushes does not wait for company.
-        while waiting.is_none() {
+        while waiting.is_none() && settlements.len() < SETTLE_TOGETHER {
             tokio::select! {
                 () = &mut deadline => break,
                 parcel = inbox.recv() => match parcel {
@@ -377,7 +379,9 @@ async fn settle_deliveries(recorder: std::sync::Weak<Recorder>, mut inbox: mpsc:
                 },
             }
         }
-        while let Ok(parcel) = inbox.try_recv() {
+        while settlements.len() < SETTLE_TOGETHER
+            && let Ok(parcel) = inbox.try_recv()
+        {
             recorder.sort(parcel, &mut settlements, &mut waiting).await;
         }
         if !settlements.is_empty()

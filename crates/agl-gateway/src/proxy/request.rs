@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
-use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde::ser::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
@@ -55,33 +55,38 @@ impl UpstreamPath {
 /// A JSON object whose values stay as they were written. As in Python, of equal keys the last value counts.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestBody {
-    entries: Vec<(String, Box<RawValue>)>,
+    /// Keys and valid JSON.
+    entries: Vec<(String, Bytes)>,
 }
 
 impl RequestBody {
     /// Reads what a harness sent; nothing at all is an empty object.
-    pub(crate) fn parse(raw: &[u8]) -> Result<Self, ApiError> {
+    pub(crate) fn parse(raw: &Bytes) -> Result<Self, ApiError> {
         if raw.is_empty() {
             return Ok(Self { entries: Vec::new() });
         }
-        let whole: &RawValue =
-            serde_json::from_slice(raw).map_err(|_| ApiError::bad_request("Invalid JSON in request body"))?;
-        serde_json::from_str(whole.get()).map_err(|_| ApiError::bad_request("Request body must be a JSON object"))
+        let Ok(Entries(found)) = serde_json::from_slice(raw) else {
+            let is_json = serde_json::from_slice::<&RawValue>(raw).is_ok();
+            let what = if is_json { "Request body must be a JSON object" } else { "Invalid JSON in request body" };
+            return Err(ApiError::bad_request(what));
+        };
+        let entries = found.into_iter().map(|(key, value)| (key, raw.slice_ref(value.get().as_bytes()))).collect();
+        Ok(Self { entries })
     }
 
     /// A body that was put together here.
     pub(crate) fn of(fields: &Map<String, Value>) -> Self {
-        let raw = |value| serde_json::value::to_raw_value(value).ok();
+        let raw = |value| serde_json::to_vec(value).ok().map(Bytes::from);
         Self { entries: fields.iter().filter_map(|(key, value)| Some((key.clone(), raw(value)?))).collect() }
     }
 
-    fn get(&self, key: &str) -> Option<&RawValue> {
+    fn get(&self, key: &str) -> Option<&[u8]> {
         self.entries.iter().find(|(name, _)| name == key).map(|(_, value)| &**value)
     }
 
     /// The text under the key, if it is one.
     pub(crate) fn text(&self, key: &str) -> Option<String> {
-        serde_json::from_str(self.get(key)?.get()).ok()
+        serde_json::from_slice(self.get(key)?).ok()
     }
 
     /// The whole number under the key, if it is one.
@@ -96,17 +101,18 @@ impl RequestBody {
 
     /// The values under the key, if it holds a list.
     pub(crate) fn list(&self, key: &str) -> Option<Vec<Value>> {
-        serde_json::from_str(self.get(key)?.get()).ok()
+        serde_json::from_slice(self.get(key)?).ok()
     }
 
     /// True where the key holds something that Python takes for true.
     pub(crate) fn is_truthy(&self, key: &str) -> bool {
-        self.get(key).is_some_and(|value| !matches!(value.get(), "false" | "null" | "0" | "0.0" | "\"\"" | "[]" | "{}"))
+        self.get(key)
+            .is_some_and(|value| !matches!(value, b"false" | b"null" | b"0" | b"0.0" | b"\"\"" | b"[]" | b"{}"))
     }
 
     /// True where the key holds an object in which `inner` is true.
     pub(crate) fn is_true_in(&self, key: &str, inner: &str) -> bool {
-        let object: Option<Value> = self.get(key).and_then(|value| serde_json::from_str(value.get()).ok());
+        let object: Option<Value> = self.get(key).and_then(|value| serde_json::from_slice(value).ok());
         object.is_some_and(|object| object[inner] == true)
     }
 
@@ -117,13 +123,13 @@ impl RequestBody {
 
     /// True where the key is there and not null.
     pub(crate) fn has(&self, key: &str) -> bool {
-        self.get(key).is_some_and(|value| value.get() != "null")
+        self.get(key).is_some_and(|value| value != b"null")
     }
 
     /// Replaces the value in place, or adds the key at the end.
     pub(crate) fn set(&mut self, key: &str, value: &impl Serialize) {
         // What is set here always serialises: bools, finite numbers, texts, and values that were read.
-        let Ok(value) = serde_json::value::to_raw_value(value) else { return };
+        let Ok(value) = serde_json::to_vec(value).map(Bytes::from) else { return };
         match self.entries.iter_mut().find(|(name, _)| name == key) {
             Some((_, slot)) => *slot = value,
             None => self.entries.push((key.to_owned(), value)),
@@ -146,18 +152,26 @@ impl RequestBody {
 
     /// The body to send, with `extras` in place of what it has under their keys.
     pub(crate) fn to_bytes(&self, extras: &[(&str, Value)]) -> Bytes {
-        struct With<'a>(&'a RequestBody, &'a [(&'a str, Value)]);
-        impl Serialize for With<'_> {
-            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-                let mut map = serializer.serialize_map(None)?;
-                let kept = self.0.entries.iter().filter(|(name, _)| self.1.iter().all(|(key, _)| key != name));
-                kept.into_iter().try_for_each(|(key, value)| map.serialize_entry(key, value))?;
-                self.1.iter().try_for_each(|(key, value)| map.serialize_entry(key, value))?;
-                map.end()
-            }
+        let kept = self.entries.iter().filter(|(name, _)| extras.iter().all(|(key, _)| key != name));
+        let kept = kept.map(|(key, value)| (key.as_str(), value.clone()));
+        // A value in memory always serialises.
+        let added = extras.iter().map(|(key, value)| (*key, value.to_string().into()));
+        let fields: Vec<(String, Bytes)> =
+            kept.chain(added).map(|(key, value)| (Value::from(key).to_string(), value)).collect();
+        let length: usize = fields.iter().map(|(key, value)| key.len() + value.len() + 2).sum();
+        // As long as it becomes: it is kept for a while.
+        let mut body = Vec::with_capacity(length + 1 + usize::from(fields.is_empty()));
+        for (index, (key, value)) in fields.iter().enumerate() {
+            body.push(if index == 0 { b'{' } else { b',' });
+            body.extend_from_slice(key.as_bytes());
+            body.push(b':');
+            body.extend_from_slice(value);
         }
-        // Keys are texts and values are valid already: writing to memory cannot fail.
-        serde_json::to_vec(&With(self, extras)).unwrap_or_default().into()
+        if fields.is_empty() {
+            body.push(b'{');
+        }
+        body.push(b'}');
+        body.into()
     }
 }
 
@@ -171,28 +185,31 @@ pub(crate) fn digest(raw: &[u8], place: &str) -> [u8; 32] {
         .into()
 }
 
-impl<'de> Deserialize<'de> for RequestBody {
+/// The keys and values of an object, each key once.
+struct Entries<'a>(Vec<(String, &'a RawValue)>);
+
+impl<'de> Deserialize<'de> for Entries<'de> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
-            type Value = RequestBody;
+        struct Fields;
+        impl<'de> Visitor<'de> for Fields {
+            type Value = Entries<'de>;
 
             fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 formatter.write_str("a JSON object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RequestBody, A::Error> {
-                let mut entries: Vec<(String, Box<RawValue>)> = Vec::new();
-                while let Some((key, value)) = map.next_entry::<String, Box<RawValue>>()? {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries<'de>, A::Error> {
+                let mut entries: Vec<(String, &'de RawValue)> = Vec::new();
+                while let Some((key, value)) = map.next_entry::<String, &'de RawValue>()? {
                     match entries.iter_mut().find(|(name, _)| *name == key) {
                         Some((_, slot)) => *slot = value,
                         None => entries.push((key, value)),
                     }
                 }
-                Ok(RequestBody { entries })
+                Ok(Entries(entries))
             }
         }
-        deserializer.deserialize_map(Entries)
+        deserializer.deserialize_map(Fields)
     }
 }
 
@@ -200,8 +217,12 @@ impl<'de> Deserialize<'de> for RequestBody {
 mod tests {
     use super::*;
 
+    fn parse(raw: &str) -> Result<RequestBody, ApiError> {
+        RequestBody::parse(&Bytes::copy_from_slice(raw.as_bytes()))
+    }
+
     fn prepared(raw: &str, mode: Mode, config: &DefaultProxyConfig) -> String {
-        let mut body = RequestBody::parse(raw.as_bytes()).unwrap();
+        let mut body = parse(raw).unwrap();
         let model = if config.override_model { "policy".to_owned() } else { body.text("model").unwrap() };
         body.prepare(&Target { is_policy: model == "policy", model, trainable: None }, mode, config);
         String::from_utf8(body.to_bytes(&[]).to_vec()).unwrap()
@@ -231,29 +252,29 @@ mod tests {
 
     #[test]
     fn extras_stand_in_place_of_what_was_there() {
-        let body = RequestBody::parse(br#"{"logprobs":false,"a":1}"#).unwrap();
+        let body = parse(r#"{"logprobs":false,"a":1}"#).unwrap();
         let extras = [("logprobs", Value::Bool(true)), ("seed", 5.into())];
         assert_eq!(body.to_bytes(&extras), r#"{"a":1,"logprobs":true,"seed":5}"#);
     }
 
     #[test]
     fn of_equal_keys_the_last_counts() {
-        let body = RequestBody::parse(br#"{"a":1,"b":2,"a":3}"#).unwrap();
+        let body = parse(r#"{"a":1,"b":2,"a":3}"#).unwrap();
         assert_eq!(body.to_bytes(&[]), r#"{"a":3,"b":2}"#);
     }
 
     #[test]
     fn what_is_no_object_is_refused() {
-        let detail = |raw: &str| RequestBody::parse(raw.as_bytes()).unwrap_err().body["detail"].clone();
+        let detail = |raw: &str| parse(raw).unwrap_err().body["detail"].clone();
         assert_eq!(detail("{\"a\":"), "Invalid JSON in request body");
         assert_eq!(detail("{\"a\":tru}"), "Invalid JSON in request body");
         assert_eq!(detail("[1]"), "Request body must be a JSON object");
-        assert_eq!(RequestBody::parse(b"").unwrap().to_bytes(&[]), "{}");
+        assert_eq!(parse("").unwrap().to_bytes(&[]), "{}");
     }
 
     #[test]
     fn streaming_is_noticed_as_python_would() {
-        let truthy = |raw: &str| RequestBody::parse(raw.as_bytes()).unwrap().is_truthy("stream");
+        let truthy = |raw: &str| parse(raw).unwrap().is_truthy("stream");
         assert!(truthy(r#"{"stream":true}"#) && truthy(r#"{"stream":1}"#));
         assert!(!truthy(r#"{"stream":false}"#) && !truthy(r#"{"stream":null}"#) && !truthy("{}"));
     }

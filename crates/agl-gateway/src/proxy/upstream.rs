@@ -97,20 +97,20 @@ impl Upstream {
     /// Where the server streams, `through` hears it; once that has told anything, there is no other try.
     pub(crate) async fn call(
         &self,
-        ask: Ask,
+        ask: &Ask,
         progress: &mut Progress,
         sent_any: &AtomicBool,
         mut through: Option<&mut Through>,
     ) -> End {
         loop {
-            let (admitted, server) = match self.admit(&ask).await {
+            let (admitted, server) = match self.admit(ask).await {
                 Ok(admitted) => admitted,
                 Err(error) => return End::Failed(error),
             };
             let mut through = through.as_deref_mut().filter(|_| streams_through(&server));
             let body = match through {
-                Some(_) => self.dress(&ask, &server, &streaming()),
-                None => self.dress(&ask, &server, &[]),
+                Some(_) => self.dress(ask, &server, &streaming()),
+                None => self.dress(ask, &server, &[]),
             };
             progress.sent = Some(body.clone());
             progress.server = Some(server.clone());
@@ -285,6 +285,16 @@ fn kind_of(server: &RegisteredModel) -> Kind {
 pub(super) fn beside_v1(server: &RegisteredModel, path: &str) -> String {
     let base = server.endpoint.trim_end_matches('/');
     format!("{}/{path}", base.strip_suffix("/v1").unwrap_or(base))
+/// The body in memory of its own: what is kept of it must not hold the connection's buffers.
+async fn whole(mut response: reqwest::Response) -> Result<Bytes, reqwest::Error> {
+    /// A length that is only claimed is not believed beyond this.
+    const MAX_RESERVED: u64 = 1 << 20;
+    let length = response.content_length().unwrap_or_default().min(MAX_RESERVED);
+    let mut body = Vec::with_capacity(usize::try_from(length).unwrap_or_default());
+    while let Some(chunk) = response.chunk().await? {
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body.into_boxed_slice().into())
 }
 
 /// The server's key, if it has one.
@@ -370,7 +380,7 @@ async fn read_whole(response: reqwest::Response) -> Result<UpstreamAnswer, reqwe
     let header = |name| response.headers().get(name).cloned();
     let (status, content_type, retry_after) =
         (response.status(), header(header::CONTENT_TYPE), header(header::RETRY_AFTER));
-    Ok(UpstreamAnswer { status, content_type, retry_after, body: response.bytes().await? })
+    Ok(UpstreamAnswer { status, content_type, retry_after, body: whole(response).await? })
 }
 
 fn is_event_stream(response: &reqwest::Response) -> bool {

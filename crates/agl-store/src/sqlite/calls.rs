@@ -22,14 +22,13 @@ pub(super) fn record(
     base: Option<&Said<i64>>,
 ) -> Result<Said<i64>, StoreError> {
     rollouts::must_exist(sql, &call.rollout_id)?;
+    // The rollout may have been deleted and made anew in between, and its bodies with it: both of a call's, or none.
+    let base_is_gone = base.map(|base| is_there(sql, base.request.place)).transpose()? == Some(false);
     let store = |raw: &Bytes, body: Body, base: Option<&Kept<i64>>| -> Result<Kept<i64>, StoreError> {
-        let (body, base) = match base.filter(|_| body.has_base()) {
-            // The rollout may have been deleted and made anew in between, and its bodies with it.
-            Some(base) if !is_there(sql, base.place)? => (Body::compress(raw)?, None),
-            base => (body, base.map(|base| base.place)),
-        };
+        let body = if body.has_base() && base_is_gone { Body::compress(raw)? } else { body };
+        let base = base.filter(|_| body.has_base()).map(|base| base.place);
         let place = sql.insert("INSERT INTO blobs (body, base) VALUES (?1, ?2)", params![body.stored(), base])?;
-        Ok(Kept { raw: raw.clone(), body: Arc::new(body), place })
+        Ok(Kept { raw: raw.clone(), body: Arc::new(body.hollow()), place })
     };
     let request = store(&call.request, packed.request, base.map(|said| &said.request))?;
     let answered = base.and_then(|said| said.response.as_ref());

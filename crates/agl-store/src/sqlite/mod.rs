@@ -3,6 +3,8 @@
 //! * [`writer`] — one thread writes, with group commit; WAL and `synchronous=FULL`, so a resolved write is on disk.
 //! * [`readers`] — a few connections on blocking threads; WAL lets them read while the writer writes.
 //! * [`schema`] — the tables and the version check.
+//! * [`checkpoints`] — moves the write-ahead log into the file, beside the writer.
+//! * [`standings`] — what every call asks for, at hand.
 //! * [`rollouts`], [`attempts`], [`events`], [`calls`], [`settings`] — the statements, each a function over a connection.
 //! * [`space`] — how large the content is, and the file's room given back.
 
@@ -20,13 +22,14 @@ use tokio::sync::watch;
 
 use crate::bases::{Bases, pack};
 use crate::record::{
-    AttemptDetail, CallRecord, Change, Pause, RegisteredModel, RolloutQuery, Settlement, StoredCall, StoredEvent,
-    TerminalPage,
+    AttemptDetail, CallRecord, Change, Pause, RegisteredModel, RolloutQuery, Settlement, Standing, StoredCall,
+    StoredEvent, TerminalPage,
 };
 use crate::{Store, StoreError};
 
 mod attempts;
 mod calls;
+mod checkpoints;
 mod events;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
@@ -35,7 +38,12 @@ mod rollouts;
 mod schema;
 mod settings;
 mod space;
+mod standings;
 mod writer;
+
+const PAGE_BYTES: i64 = 16 * 1024;
+/// The writer's page cache.
+const CACHE_KIB: i64 = 16 * 1024;
 
 /// A store in one SQLite file. Dropping it lets the writer thread finish what it was given.
 #[derive(Debug)]
@@ -45,6 +53,7 @@ pub struct SqliteStore {
     writer: Mutex<Option<Writer>>,
     readers: readers::Readers,
     bases: Bases<i64>,
+    standings: Arc<standings::Standings>,
     newest_change: watch::Receiver<u64>,
 }
 
@@ -76,11 +85,12 @@ impl SqliteStore {
         let (announce, newest_change) = watch::channel(newest.cast_unsigned());
         let (jobs, queue) = std::sync::mpsc::channel();
         let readers = readers::Readers::new(path.clone());
+        let checkpoints = checkpoints::Checkpoints::start(&path)?;
         let file = path.clone();
         let thread = std::thread::Builder::new()
             .name("agl-sqlite-writer".to_owned())
             .spawn(move || {
-                writer::run(connection, &file, &queue, &announce);
+                writer::run(connection, &file, &queue, &announce, checkpoints);
                 drop(lock);
             })
             .map_err(|error| StoreError::CannotOpen { path: path.clone(), reason: error.to_string() })?;
@@ -89,6 +99,7 @@ impl SqliteStore {
             writer: Mutex::new(Some(Writer { jobs, thread })),
             readers,
             bases: Bases::default(),
+            standings: Arc::default(),
             newest_change,
         })
     }
@@ -103,8 +114,27 @@ impl SqliteStore {
         &self,
         change: impl FnOnce(&Sql<'_>) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
+        self.write_then(change, || ()).await
+    }
+
+    /// A write that changes a rollout or its attempts.
+    async fn change<T: Send + 'static>(
+        &self,
+        rollout_id: &str,
+        change: impl FnOnce(&Sql<'_>) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let (standings, rollout_id) = (Arc::clone(&self.standings), rollout_id.to_owned());
+        self.write_then(change, move || standings.changed(&rollout_id)).await
+    }
+
+    /// `then` is done once the fate of the change is known, before the caller hears of it, and also where the caller has gone away.
+    async fn write_then<T: Send + 'static>(
+        &self,
+        change: impl FnOnce(&Sql<'_>) -> Result<T, StoreError> + Send + 'static,
+        then: impl FnOnce() + Send + 'static,
+    ) -> Result<T, StoreError> {
         let path = self.path.clone();
-        let (job, outcome) = writer::job(move |connection| change(&Sql { connection, path: &path }));
+        let (job, outcome) = writer::job(move |connection| change(&Sql { connection, path: &path }), then);
         {
             let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
             let jobs = &writer.as_ref().ok_or(StoreError::Closed)?.jobs;
@@ -218,10 +248,17 @@ fn open_writer(path: &Path) -> Result<Connection, StoreError> {
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let mut connection = Connection::open_with_flags(path, flags).map_err(failed)?;
     connection.busy_timeout(Duration::from_secs(10)).map_err(failed)?;
+    // Of a new file. Rows of calls have two to eight kilobytes: of the usual pages of four a third would stay empty.
+    connection.pragma_update(None, "page_size", PAGE_BYTES).map_err(failed)?;
     schema::prepare(&mut connection, path)?;
     connection.pragma_update(None, "journal_mode", "WAL").map_err(failed)?;
     // FULL: a commit returns after fsync. NORMAL would lose acknowledged events with the power.
     connection.pragma_update(None, "synchronous", "FULL").map_err(failed)?;
+    // A group's pages stay in memory until its commit.
+    connection.pragma_update(None, "cache_size", -CACHE_KIB).map_err(failed)?;
+    connection.pragma_update(None, "temp_store", "MEMORY").map_err(failed)?;
+    // See `checkpoints`.
+    connection.pragma_update(None, "wal_autocheckpoint", 0).map_err(failed)?;
     connection.set_prepared_statement_cache_capacity(64);
     Ok(connection)
 }
@@ -243,12 +280,12 @@ impl Store for SqliteStore {
 
     async fn patch_rollout(&self, rollout_id: &str, patch: StatusPatch, now: f64) -> Result<Rollout, StoreError> {
         let id = rollout_id.to_owned();
-        self.write(move |sql| rollouts::patch(sql, &id, &patch, now)).await
+        self.change(rollout_id, move |sql| rollouts::patch(sql, &id, &patch, now)).await
     }
 
     async fn delete_rollout(&self, rollout_id: &str) -> Result<(), StoreError> {
         let id = rollout_id.to_owned();
-        self.write(move |sql| rollouts::delete(sql, &id).and_then(|()| space::give_back(sql))).await?;
+        self.change(rollout_id, move |sql| rollouts::delete(sql, &id).and_then(|()| space::give_back(sql))).await?;
         self.bases.forget(rollout_id);
         Ok(())
     }
@@ -259,7 +296,9 @@ impl Store for SqliteStore {
 
     async fn mark_consumed(&self, run_id: &str, step: u64, rollout_ids: Vec<String>) -> Result<u64, StoreError> {
         let mark = agl_core::rollout::Consumed { run_id: run_id.to_owned(), step };
-        self.write(move |sql| rollouts::mark_consumed(sql, &mark, &rollout_ids)).await
+        let (standings, marked) = (Arc::clone(&self.standings), rollout_ids.clone());
+        let then = move || marked.iter().for_each(|rollout_id| standings.changed(rollout_id));
+        self.write_then(move |sql| rollouts::mark_consumed(sql, &mark, &rollout_ids), then).await
     }
 
     async fn create_attempt(
@@ -269,12 +308,25 @@ impl Store for SqliteStore {
         now: f64,
     ) -> Result<(AttemptDetail, bool), StoreError> {
         let id = rollout_id.to_owned();
-        self.write(move |sql| attempts::create(sql, &id, attempt_id, now)).await
+        self.change(rollout_id, move |sql| attempts::create(sql, &id, attempt_id, now)).await
     }
 
     async fn attempt(&self, rollout_id: &str, attempt_id: &str) -> Result<Option<Attempt>, StoreError> {
         let (id, attempt_id) = (rollout_id.to_owned(), attempt_id.to_owned());
         self.read(move |sql| attempts::get(sql, &id, &attempt_id)).await
+    }
+
+    async fn standing(&self, rollout_id: &str, attempt_id: &str) -> Result<Option<Standing>, StoreError> {
+        let moment = match self.standings.get(rollout_id, attempt_id) {
+            Ok(standing) => return Ok(Some(standing)),
+            Err(moment) => moment,
+        };
+        let (id, attempt) = (rollout_id.to_owned(), attempt_id.to_owned());
+        let found = self.read(move |sql| standings::read(sql, &id, &attempt)).await?;
+        Ok(found.map(|found| {
+            self.standings.keep(&found, attempt_id, moment);
+            found.standing
+        }))
     }
 
     async fn attempts(&self, rollout_id: &str) -> Result<Vec<AttemptDetail>, StoreError> {
@@ -290,7 +342,7 @@ impl Store for SqliteStore {
         now: f64,
     ) -> Result<AttemptDetail, StoreError> {
         let (id, attempt_id) = (rollout_id.to_owned(), attempt_id.to_owned());
-        self.write(move |sql| attempts::patch(sql, &id, &attempt_id, &patch, now)).await
+        self.change(rollout_id, move |sql| attempts::patch(sql, &id, &attempt_id, &patch, now)).await
     }
 
     async fn append_event(

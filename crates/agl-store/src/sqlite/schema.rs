@@ -8,7 +8,7 @@ use super::failure;
 use crate::StoreError;
 
 /// Written to `PRAGMA user_version`. Raise it with every change of [`TABLES`].
-pub(super) const VERSION: i64 = 2;
+pub(super) const VERSION: i64 = 3;
 
 const TABLES: &str = "
 CREATE TABLE rollouts (
@@ -44,7 +44,7 @@ CREATE TABLE attempts (
     UNIQUE (rollout_id, attempt_id)
 ) STRICT;
 
--- Bodies of model calls, zstd, compressed behind the older body `base`. Named by events.request and events.response; deleted with
+-- Bodies of model calls, agl_store::Body: what they add to the older body `base`. Named by events.request and events.response; deleted with
 -- their rollout, and so are their bases. Numbers are never used again: a base stays the one it was.
 CREATE TABLE blobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,

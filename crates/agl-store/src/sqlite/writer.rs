@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use rusqlite::{Connection, Transaction, TransactionBehavior};
 use tokio::sync::{oneshot, watch};
 
+use super::checkpoints::Checkpoints;
 use super::failure;
 use crate::StoreError;
 
@@ -24,21 +25,28 @@ pub(super) trait Job: Send {
     fn tell(self: Box<Self>, committed: Result<(), StoreError>);
 }
 
-struct Waiting<T, F> {
+struct Waiting<T, F, D> {
     change: Option<F>,
+    then: D,
     result: Result<T, StoreError>,
     answer: oneshot::Sender<Result<T, StoreError>>,
 }
 
-/// A job and where its outcome arrives.
+/// A job and where its outcome arrives. `then` is done before that, once the fate of the change is known.
 pub(super) fn job<T: Send + 'static>(
     change: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
+    then: impl FnOnce() + Send + 'static,
 ) -> (Box<dyn Job>, oneshot::Receiver<Result<T, StoreError>>) {
     let (answer, outcome) = oneshot::channel();
-    (Box::new(Waiting { change: Some(change), result: Err(StoreError::Closed), answer }), outcome)
+    (Box::new(Waiting { change: Some(change), then, result: Err(StoreError::Closed), answer }), outcome)
 }
 
-impl<T: Send, F: FnOnce(&Connection) -> Result<T, StoreError> + Send> Job for Waiting<T, F> {
+impl<T, F, D> Job for Waiting<T, F, D>
+where
+    T: Send,
+    F: FnOnce(&Connection) -> Result<T, StoreError> + Send,
+    D: FnOnce() + Send,
+{
     fn run(&mut self, connection: &Connection) -> Result<(), StoreError> {
         if let Some(change) = self.change.take() {
             self.result = change(connection);
@@ -47,6 +55,7 @@ impl<T: Send, F: FnOnce(&Connection) -> Result<T, StoreError> + Send> Job for Wa
     }
 
     fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
+        (self.then)();
         // The caller may be gone: what it asked for is done all the same.
         let _gone = self.answer.send(committed.and(self.result));
     }
@@ -58,6 +67,7 @@ pub(super) fn run(
     path: &Path,
     jobs: &Receiver<Box<dyn Job>>,
     newest_change: &watch::Sender<u64>,
+    checkpoints: Checkpoints,
 ) {
     while let Ok(first) = jobs.recv() {
         let mut group: Vec<_> = std::iter::once(first).chain(jobs.try_iter().take(GROUP - 1)).collect();
@@ -68,7 +78,10 @@ pub(super) fn run(
         for job in group {
             job.tell(committed.clone());
         }
+        checkpoints.committed(&connection, path);
     }
+    // Whoever closes last tidies the log away: that is to be this connection.
+    drop(checkpoints);
     if let Err((_, error)) = connection.close() {
         tracing::warn!(path = %path.display(), %error, "the database did not close cleanly");
     }
@@ -78,9 +91,9 @@ pub(super) fn run(
 fn commit_together(connection: &mut Connection, path: &Path, group: &mut [Box<dyn Job>]) -> Result<(), StoreError> {
     let failed = |error| failure(path, error);
     // Immediate: one that begins by reading is not waited for when it wants to write while another process holds the lock.
-    let mut transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
+    let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
     for job in group {
-        let outcome = run_alone(&mut transaction, path, job.as_mut());
+        let outcome = run_alone(&transaction, path, job.as_mut());
         // A full disk or an I/O error may make SQLite take back the whole transaction: then nothing before counts either.
         if transaction.is_autocommit() {
             return outcome.and(Err(StoreError::DiskFull { database: path.display().to_string() }));
@@ -90,10 +103,21 @@ fn commit_together(connection: &mut Connection, path: &Path, group: &mut [Box<dy
 }
 
 /// Runs one job so that its failure takes back its own writes only.
-fn run_alone(transaction: &mut Transaction<'_>, path: &Path, job: &mut dyn Job) -> Result<(), StoreError> {
-    let savepoint = transaction.savepoint().map_err(|error| failure(path, error))?;
-    job.run(&savepoint)?;
-    savepoint.commit().map_err(|error| failure(path, error))
+fn run_alone(transaction: &Transaction<'_>, path: &Path, job: &mut dyn Job) -> Result<(), StoreError> {
+    // Kept statements: rusqlite's own savepoints are parsed anew each time, which takes longer than the job's inserts.
+    let step = |sql| {
+        let done = transaction.prepare_cached(sql).and_then(|mut statement| statement.execute([]));
+        done.map_err(|error| failure(path, error))
+    };
+    step("SAVEPOINT job")?;
+    let outcome = job.run(transaction);
+    if outcome.is_err() && !transaction.is_autocommit() {
+        step("ROLLBACK TO job")?;
+    }
+    if !transaction.is_autocommit() {
+        step("RELEASE job")?;
+    }
+    outcome
 }
 
 fn announce(connection: &Connection, newest_change: &watch::Sender<u64>) {
