@@ -209,3 +209,22 @@ async fn a_file_that_has_become_too_large_shrinks_when_its_rollouts_are_deleted(
         assert_eq!(event.request.unwrap().read().unwrap().len(), 150_000);
     }
 }
+
+#[tokio::test]
+async fn a_file_that_still_has_the_ends_of_deleted_rollouts_counts_but_does_not_list_them() {
+    let (_folder, path) = fresh();
+    SqliteStore::open(&path).await.unwrap().close().await;
+    // As versions before this one left it.
+    let raw = Connection::open(&path).unwrap();
+    raw.execute(
+        "INSERT INTO terminal_order (rollout_id, state, data_id, is_train) VALUES ('old', 'failed', '', 1)",
+        [],
+    )
+    .unwrap();
+    drop(raw);
+    let store = SqliteStore::open(&path).await.unwrap();
+    a_rollout_of(&store, "r", 10).await;
+    let page = store.terminal(0, 10).await.unwrap();
+    assert_eq!((page.items.len(), page.next_after, page.total_terminal), (1, 2, 2));
+    assert_eq!(page.items[0].rollout_id, "r");
+}

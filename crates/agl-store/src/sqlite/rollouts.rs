@@ -120,7 +120,10 @@ pub(super) fn terminal(sql: &Sql<'_>, after: u64, limit: usize) -> Result<Termin
     let total = total.unwrap_or(0).cast_unsigned();
     let last = after.saturating_add(limit as u64).min(total);
     let items = sql.all(
-        "SELECT rollout_id, state, data_id, is_train FROM terminal_order WHERE number > ?1 AND number <= ?2 ORDER BY number",
+        // Files of earlier versions kept the entries of deleted rollouts.
+        "SELECT t.rollout_id, t.state, t.data_id, t.is_train
+         FROM terminal_order t JOIN rollouts r ON r.rollout_id = t.rollout_id
+         WHERE t.number > ?1 AND t.number <= ?2 ORDER BY t.number",
         [signed(after), signed(last)],
         |row| {
             let state: String = row.get(1)?;
