@@ -285,6 +285,8 @@ fn kind_of(server: &RegisteredModel) -> Kind {
 pub(super) fn beside_v1(server: &RegisteredModel, path: &str) -> String {
     let base = server.endpoint.trim_end_matches('/');
     format!("{}/{path}", base.strip_suffix("/v1").unwrap_or(base))
+}
+
 /// The body in memory of its own: what is kept of it must not hold the connection's buffers.
 async fn whole(mut response: reqwest::Response) -> Result<Bytes, reqwest::Error> {
     /// A length that is only claimed is not believed beyond this.
