@@ -158,7 +158,7 @@ impl Agent {
             }
             assert!(status.is_success(), "{id}: {status} {body}");
             let text = self.harness.text(&body)?;
-            Some((call_id.expect("an answer names its call"), text))
+            Some((call_id.unwrap(), text))
         });
         let (tries, told) = answer.await;
         let mut notes = self.notes.inner();

@@ -132,7 +132,7 @@ fn live_calls<'a>(
         assert_eq!((prompt, sampled), (&call.prompt[..], &call.sampled[..]), "{id} {}", span.call_id);
         assert_eq!(row.mask[..span.start].iter().max(), Some(&0), "{id}");
         assert!(row.mask[span.start..].iter().all(|bit| *bit == 1), "{id}");
-        let log_probs = row.log_probs.as_ref().expect("the model gives log-probs");
+        let log_probs = row.log_probs.as_ref().unwrap();
         for (position, token) in row.token_ids.iter().enumerate().skip(span.start) {
             assert!((log_probs[position] - log_prob(position, *token)).abs() < 1e-6, "{id} {}", span.call_id);
             assert_eq!(row.policy_versions[position], VERSION.cast_signed(), "{id} {}", span.call_id);

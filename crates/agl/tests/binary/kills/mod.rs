@@ -139,7 +139,7 @@ async fn a_hundred_kills_of_the_gateway_lose_nothing_that_was_acknowledged() {
         }
     }
     stop.send_replace(true);
-    tokio::time::timeout(LAST_ROUND, playing).await.expect("the agents come to an end").unwrap();
+    tokio::time::timeout(LAST_ROUND, playing).await.unwrap().unwrap();
     // Once more, so that what is looked at is what a gateway finds on its disk.
     victim.kill();
     let load = began.elapsed();
