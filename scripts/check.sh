@@ -4,12 +4,19 @@ run_check() {
   local name="${1:-}"; shift || true
   case "$name" in
     learning|controls|processes) need_rust; need_python; build; "check_$name" "$@" ;;
+    schemathesis)
+      need_rust; need_python
+      [ -n "${AGL_PROFILE:-}" ] || cargo build --release --workspace --bin agl --bin agl-mock-llm
+      "$(python_environment schemathesis schemathesis==4.32.5)" scripts/schemathesis/run.py "$@" ;;
+    fuzz) need_rust; check_fuzz "$@" ;;
     harnesses) need_rust; need_python; cargo build --release --workspace --bin agl --bin agl-mock-llm; python3 scripts/harnesses/run.py "$@" ;;
     *) cat >&2 <<'HELP'
 ./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
 ./x check controls           learning rate 0: nothing moves; permuted rewards: nothing is learned
 ./x check processes          the recipe as three processes, seed 1: ≥ 0.90
 ./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
+./x check schemathesis [N]   the whole HTTP interface as /openapi.json describes it, N made-up requests per operation (default 100)
+./x check fuzz [SECONDS [TARGET…]]  every fuzzer for so long (default 600); what was found is kept for the next time
 HELP
       [ -z "$name" ] && return 0; exit 2 ;;
   esac
@@ -24,6 +31,24 @@ holds() {
 }
 
 fresh_questions() { python3 recipes/calculator/make_data.py --split fresh --seed "$1" --n 500; }
+
+# Coverage alone: our own code has nothing unsafe that a sanitizer would find.
+check_fuzz() {
+  local seconds="${1:-600}" failed=0 target corpus; shift || true
+  have c++ || install_packages g++ || die "a C++ compiler is missing (for libFuzzer): install g++ or clang"
+  cargo fuzz --version >/dev/null 2>&1 || { say "x: installing cargo-fuzz"; cargo install --locked cargo-fuzz; }
+  export CARGO_TARGET_DIR="$PWD/target/fuzz"
+  cargo fuzz build --sanitizer none
+  for target in ${@:-$(cargo fuzz list)}; do
+    corpus="target/fuzz-corpus/$target"; mkdir -p "$corpus"
+    say "fuzzing $target for $seconds s"
+    # A minute at least is the time that a slow request may take on a busy machine.
+    cargo fuzz run --sanitizer none "$target" "$corpus" "fuzz/seeds/$target" -- -max_total_time="$seconds" -timeout=60 \
+      -max_len=16384 -rss_limit_mb=4096 -print_final_stats=1 -verbosity=0 -artifact_prefix="$PWD/target/fuzz-corpus/found-$target-" \
+      || { say "  FAILS $target: the input is in target/fuzz-corpus/found-$target-*"; failed=1; }
+  done
+  return $failed
+}
 
 check_learning() {
   local failed=0 seed out fresh

@@ -13,10 +13,13 @@ use crate::keys::{Access, Keys, Scope, presented};
 use crate::metrics::Metrics;
 use crate::peers::Peers;
 use crate::proxy::flights::Flights;
+use crate::proxy::places::Places;
 use crate::proxy::recorder::Recorder;
 use crate::proxy::servers::Servers;
-use crate::proxy::upstream::Upstream;
+use crate::proxy::upstream::{Queue, Upstream};
 use crate::proxy::verbatim::Verbatim;
+use crate::quota::Quota;
+use crate::watchdog::{self, Watchdog};
 
 /// As many calls may be under way as a semaphore can count to. Whoever holds all permits knows that none is.
 pub(crate) const ALL_CALLS: u32 = 1 << 20;
@@ -24,6 +27,8 @@ pub(crate) const ALL_CALLS: u32 = 1 << 20;
 /// The parts of a running gateway.
 pub(crate) struct App {
     pub(crate) config: GatewayConfig,
+    /// See [`GatewayConfig::shown_store`].
+    pub(crate) shown_store: String,
     pub(crate) store: SharedStore,
     pub(crate) keys: Keys,
     pub(crate) gate: Arc<Gate>,
@@ -31,6 +36,9 @@ pub(crate) struct App {
     pub(crate) pausing: tokio::sync::Mutex<()>,
     pub(crate) servers: Arc<Servers>,
     pub(crate) peers: Arc<Peers>,
+    pub(crate) places: Arc<Places>,
+    pub(crate) quota: Quota,
+    pub(crate) watchdog: Arc<Watchdog>,
     pub(crate) upstream: Upstream,
     pub(crate) recorder: Arc<Recorder>,
     pub(crate) verbatim: Verbatim,
@@ -50,9 +58,15 @@ impl App {
         let gate = Gate::new(store.pause().await?, duration(config.hold.max_seconds), config.hold.max_requests);
         let servers = Arc::new(Servers::load(Arc::clone(&store)).await?);
         let peers = Peers::join(Arc::clone(&store), Arc::clone(&gate), Arc::clone(&servers)).await?;
-        let upstream = Upstream::new(&config, Arc::clone(&gate), Arc::clone(&servers))?;
+        let places = Places::new(&config);
+        let patience = duration(config.watchdog_seconds);
+        let watchdog = Watchdog::new(patience);
+        let queue = Queue { gate: Arc::clone(&gate), places: Arc::clone(&places), watchdog: Arc::clone(&watchdog) };
+        let upstream = Upstream::new(&config, queue, Arc::clone(&servers))?;
         let recorder = Recorder::start(Arc::clone(&store));
+        let quota = Quota::new(config.limits.max_events_per_rollout, Arc::clone(&store));
         let app = Arc::new(Self {
+            shown_store: config.shown_store(),
             config,
             store,
             keys,
@@ -60,6 +74,9 @@ impl App {
             pausing: tokio::sync::Mutex::new(()),
             servers,
             peers,
+            places,
+            quota,
+            watchdog,
             upstream,
             recorder,
             verbatim: Verbatim::default(),
@@ -69,6 +86,8 @@ impl App {
             stopping: watch::Sender::new(false),
         });
         tokio::spawn(tidy_metrics(Arc::downgrade(&app)));
+        tokio::spawn(watchdog::keep_watch(Arc::downgrade(&app), patience));
+        tokio::spawn(watchdog::keep_asking(Arc::downgrade(&app), patience));
         Ok(app)
     }
 

@@ -29,8 +29,12 @@ pub struct GatewayConfig {
     pub hangup_grace_seconds: f64,
     /// A stream that waits longer than this for its answer begins without it, and says so often that it still waits.
     pub stream_keep_alive_seconds: f64,
-    /// What is held during a pause.
+    /// What is held during a pause, or waits for its turn.
     pub hold: HoldConfig,
+    /// What one client, one rollout and all calls together may take.
+    pub limits: LimitsConfig,
+    /// What waits longer than this is named in the log and in the metrics.
+    pub watchdog_seconds: f64,
     /// How long a call waits for a model to be registered.
     pub no_model_wait_seconds: f64,
     /// The largest request body, in bytes.
@@ -55,6 +59,8 @@ impl Default for GatewayConfig {
             hangup_grace_seconds: 30.0,
             stream_keep_alive_seconds: 10.0,
             hold: HoldConfig::default(),
+            limits: LimitsConfig::default(),
+            watchdog_seconds: 120.0,
             no_model_wait_seconds: 10.0,
             body_limit: 64 * 1024 * 1024,
             pause_lease_seconds: 3600.0,
@@ -149,7 +155,8 @@ impl Default for UpstreamConfig {
     }
 }
 
-/// What is held during a pause; beyond it callers are answered 429 with `Retry-After` and `X-Agl-Paused: true`.
+/// What is held during a pause, or waits for its turn among `max_inflight_calls`. Beyond it callers are answered 429 with
+/// `Retry-After`, and during a pause with `X-Agl-Paused: true`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HoldConfig {
@@ -165,6 +172,35 @@ impl Default for HoldConfig {
     }
 }
 
+/// What one client, one rollout and all calls together may take.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LimitsConfig {
+    /// Calls at servers at once. Further ones wait in the order in which they came, as [`HoldConfig`] says.
+    pub max_inflight_calls: usize,
+    /// Events of one rollout. Beyond it calls and events are refused with 403, except rewards from the evaluator or with the
+    /// server key.
+    pub max_events_per_rollout: u64,
+    /// How long a client may take for the header of a request; a connection without requests is closed after the same time.
+    pub header_timeout_seconds: f64,
+    /// How long a client may take for the body of a request; 408 then.
+    pub body_timeout_seconds: f64,
+    /// How long a client may take nothing of its answer; its connection is closed then.
+    pub write_timeout_seconds: f64,
+}
+
+impl Default for LimitsConfig {
+    fn default() -> Self {
+        Self {
+            max_inflight_calls: 4096,
+            max_events_per_rollout: 100_000,
+            header_timeout_seconds: 60.0,
+            body_timeout_seconds: 120.0,
+            write_timeout_seconds: 60.0,
+        }
+    }
+}
+
 impl GatewayConfig {
     /// The first setting that cannot be used: its name and what is wrong with it.
     pub(crate) fn problem(&self) -> Option<(&'static str, String)> {
@@ -175,6 +211,10 @@ impl GatewayConfig {
             ("hangup_grace_seconds", self.hangup_grace_seconds),
             ("stream_keep_alive_seconds", self.stream_keep_alive_seconds),
             ("hold.max_seconds", self.hold.max_seconds),
+            ("limits.header_timeout_seconds", self.limits.header_timeout_seconds),
+            ("limits.body_timeout_seconds", self.limits.body_timeout_seconds),
+            ("limits.write_timeout_seconds", self.limits.write_timeout_seconds),
+            ("watchdog_seconds", self.watchdog_seconds),
             ("no_model_wait_seconds", self.no_model_wait_seconds),
             ("pause_lease_seconds", self.pause_lease_seconds),
             ("shutdown_grace_seconds", self.shutdown_grace_seconds),
@@ -183,11 +223,23 @@ impl GatewayConfig {
         if let Some((name, seconds)) = unusable {
             return Some((name, format!("{seconds} is no number of seconds from 0 up to a year")));
         }
-        if self.stream_keep_alive_seconds == 0.0 {
-            return Some((
+        for (name, seconds, why) in [
+            (
                 "stream_keep_alive_seconds",
-                "0 would never stop saying that it waits; 10 is usual".to_owned(),
-            ));
+                self.stream_keep_alive_seconds,
+                "0 would never stop saying that it waits; 10 is usual",
+            ),
+            ("watchdog_seconds", self.watchdog_seconds, "0 would take everything for stuck; 120 is usual"),
+            ("limits.header_timeout_seconds", self.limits.header_timeout_seconds, "0 would let nobody in; 60 is usual"),
+            ("limits.body_timeout_seconds", self.limits.body_timeout_seconds, "0 would let nobody in; 120 is usual"),
+            ("limits.write_timeout_seconds", self.limits.write_timeout_seconds, "0 would answer nobody; 60 is usual"),
+        ] {
+            if seconds == 0.0 {
+                return Some((name, why.to_owned()));
+            }
+        }
+        if self.limits.max_inflight_calls == 0 {
+            return Some(("limits.max_inflight_calls", "0 would never call a server; 4096 is usual".to_owned()));
         }
         if self.upstream.max_attempts == 0 {
             return Some(("upstream.max_attempts", "0 would never call the server; 1 calls it once".to_owned()));

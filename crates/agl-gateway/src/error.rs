@@ -90,6 +90,12 @@ impl ApiError {
         Self::new(StatusCode::FORBIDDEN, detail)
     }
 
+    /// What a call is told that the gateway can no longer make.
+    pub(crate) fn stopping() -> Self {
+        let what = "The gateway is stopping; try again when it is back";
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, what).retry_after(1)
+    }
+
     pub(crate) fn unauthorized() -> Self {
         Self::new(StatusCode::UNAUTHORIZED, "Invalid or missing API key")
     }

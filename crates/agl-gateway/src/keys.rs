@@ -60,6 +60,13 @@ pub(crate) enum Access {
     Attempt(Scope),
 }
 
+impl Access {
+    /// True for the agent's key, and for a caller that shows none: it may be the agent.
+    pub(crate) fn is_agent(self) -> bool {
+        matches!(self, Self::Attempt(Scope::Agent) | Self::Anonymous)
+    }
+}
+
 /// The secrets of this gateway.
 pub(crate) struct Keys {
     /// Empty: no authentication.

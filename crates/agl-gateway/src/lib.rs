@@ -10,12 +10,14 @@
 //! * `peers` — the other gateways on the same store: one pause for all.
 //! * `keys` — who may do what.
 //! * `metrics` — what Prometheus is told.
+//! * `server` — connections, and limits on slow clients.
+//! * `quota` — how many events a rollout may have.
+//! * `watchdog` — names what is stuck.
 //! * [`error`] — why a gateway does not start, and the form of its error answers.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use axum::serve::ListenerExt;
 use tokio::net::TcpListener;
 
 mod api;
@@ -24,11 +26,17 @@ mod clock;
 pub mod config;
 mod dialect;
 pub mod error;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzz;
 mod gate;
 mod keys;
 mod metrics;
 mod peers;
 mod proxy;
+mod quota;
+mod server;
+mod watchdog;
 
 pub use config::GatewayConfig;
 pub use error::GatewayError;
@@ -104,12 +112,11 @@ impl Gateway {
                 shutdown.await;
                 app.stopping.send_replace(true);
                 app.gate.close();
+                app.places.close();
                 let _nobody_waits = stop.send(());
             }
         };
-        // Small answers and single events must not wait for an acknowledgement of the bytes before them.
-        let listener = listener.tap_io(|connection| drop(connection.set_nodelay(true)));
-        let server = axum::serve(listener, api::router(Arc::clone(&app))).with_graceful_shutdown(signal);
+        let server = server::serve(listener, api::router(Arc::clone(&app)), app.config.limits, signal);
         let deadline = async {
             // Fails when the server ended by itself: then it is the other branch that counts.
             if stopped.await.is_ok() {
@@ -119,7 +126,7 @@ impl Gateway {
             }
         };
         let finish = async {
-            let served = server.into_future().await;
+            let served = server.await;
             // Calls whose harness has hung up run on without a connection.
             let _all = app.calls.acquire_many(ALL_CALLS).await;
             served

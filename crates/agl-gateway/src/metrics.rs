@@ -5,10 +5,11 @@
 use std::time::Duration;
 
 use agl_core::trajectory::{CallOutcome, Continuation};
-use metrics::{Counter, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, SharedString, Unit};
+use metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, SharedString, Unit};
 use metrics_exporter_prometheus::{BuildError, PrometheusBuilder, PrometheusRecorder};
 
 use crate::gate::GateView;
+use crate::watchdog::Wait;
 
 /// From half a millisecond to the longest answers, in seconds.
 const BUCKETS: [f64; 18] =
@@ -26,6 +27,11 @@ const ANSWERS: &str = "agl_gateway_answers_total";
 const INFLIGHT: &str = "agl_gateway_inflight";
 const HELD: &str = "agl_gateway_held";
 const PAUSED: &str = "agl_gateway_paused";
+const WAITING: &str = "agl_gateway_waiting";
+const STUCK: &str = "agl_gateway_stuck";
+const STUCK_EVER: &str = "agl_gateway_stuck_total";
+const LOOP_LAG: &str = "agl_gateway_event_loop_lag_seconds";
+const LOOP_LATE: &str = "agl_gateway_event_loop_late_total";
 
 /// See the [module](self).
 pub(crate) struct Metrics(PrometheusRecorder);
@@ -48,14 +54,22 @@ impl Metrics {
             (REPEATED, "Calls that were answered without asking a server, because they had been asked before"),
             (HANGUPS, "Calls whose harness was gone when their answer came"),
             (ANSWERS, "Sampled answers, by what training can make of them"),
+            (STUCK_EVER, "What has waited too long, by what it waited for"),
+            (LOOP_LATE, "How often the event loop came so late that calls felt it"),
         ];
         let histograms = [
             (UPSTREAM, "Calls from the gate to the server's answer, holds and retries included"),
             (OVERHEAD, "What the gateway adds to a call: reading, translating, recording, committing"),
             (COMMIT, "Recording a call until it is durable"),
         ];
-        let gauges =
-            [(INFLIGHT, "Calls at servers now"), (HELD, "Calls held by a pause now"), (PAUSED, "1 during a pause")];
+        let gauges = [
+            (INFLIGHT, "Calls at servers now"),
+            (HELD, "Calls held by a pause now"),
+            (PAUSED, "1 during a pause"),
+            (WAITING, "Calls that wait for their turn now"),
+            (STUCK, "What waits too long now, by what it waits for"),
+            (LOOP_LAG, "How late the event loop came when it was last looked at"),
+        ];
         for (name, what) in counters {
             recorder.describe_counter(KeyName::from(name), None, SharedString::from(what));
         }
@@ -69,13 +83,17 @@ impl Metrics {
     }
 
     /// In Prometheus' text form.
-    pub(crate) fn render(&self, gate: &GateView) -> String {
+    pub(crate) fn render(&self, gate: &GateView, waiting: usize, stuck: &[(Wait, usize)]) -> String {
         for (name, value) in [
             (INFLIGHT, gate.inflight as f64),
             (HELD, gate.held as f64),
             (PAUSED, f64::from(u8::from(gate.pause.is_some()))),
+            (WAITING, waiting as f64),
         ] {
-            self.0.register_gauge(&Key::from_name(name), &METADATA).set(value);
+            self.gauge(name, Vec::new()).set(value);
+        }
+        for &(wait, count) in stuck {
+            self.gauge(STUCK, vec![label("waits_for", wait.name())]).set(count as f64);
         }
         self.0.handle().render()
     }
@@ -126,6 +144,25 @@ impl Metrics {
             (CallOutcome::Ok, Continuation::Branch) => "branch",
         };
         self.counter(ANSWERS, vec![label("kind", kind)]).increment(1);
+    }
+
+    /// Something has waited too long.
+    pub(crate) fn stuck(&self, wait: Wait) {
+        self.counter(STUCK_EVER, vec![label("waits_for", wait.name())]).increment(1);
+    }
+
+    /// How late the event loop came.
+    pub(crate) fn event_loop(&self, late: Duration) {
+        self.gauge(LOOP_LAG, Vec::new()).set(late.as_secs_f64());
+    }
+
+    /// It came so late that calls felt it.
+    pub(crate) fn event_loop_late(&self) {
+        self.counter(LOOP_LATE, Vec::new()).increment(1);
+    }
+
+    fn gauge(&self, name: &'static str, labels: Vec<Label>) -> Gauge {
+        self.0.register_gauge(&Key::from_parts(name, labels), &METADATA)
     }
 
     fn counter(&self, name: &'static str, labels: Vec<Label>) -> Counter {

@@ -22,8 +22,10 @@ pub struct Asked {
     pub logprobs: bool,
     /// Number of `assistant` messages.
     pub turn: usize,
-    /// Names of the tools it offers.
-    pub tools: Vec<String>,
+    /// True where the conversation holds a tool call or its result already.
+    pub has_called: bool,
+    /// The tools it offers, as it describes them.
+    pub tools: Vec<Value>,
     /// What an echo gives back.
     pub last_text: String,
     /// The model's name as the client wrote it.
@@ -53,15 +55,16 @@ pub fn read_request(chat: bool, body: &Value) -> Result<Asked, String> {
         return_token_ids: body.get("return_token_ids").and_then(Value::as_bool).unwrap_or(false),
         logprobs,
         turn,
-        tools: offered_tools(body),
+        has_called: messages_of(body)
+            .any(|message| message.pointer("/tool_calls/0").is_some() || message.get("role") == Some(&json!("tool"))),
+        tools: body.get("tools").and_then(Value::as_array).cloned().unwrap_or_default(),
         last_text,
         model: body.get("model").and_then(Value::as_str).map(str::to_owned),
     })
 }
 
-fn offered_tools(body: &Value) -> Vec<String> {
-    let tools = body.get("tools").and_then(Value::as_array).into_iter().flatten();
-    tools.filter_map(|tool| tool.pointer("/function/name")?.as_str().map(str::to_owned)).collect()
+fn messages_of(body: &Value) -> impl Iterator<Item = &Value> {
+    body.get("messages").and_then(Value::as_array).into_iter().flatten()
 }
 
 type Prompts = (Vec<Vec<u32>>, usize, String);
@@ -108,7 +111,9 @@ pub fn choose(script: &Script, asked: &Asked, next: usize) -> Option<Answer> {
     let count = script.answers.len();
     let is_possible = |answer: &&Answer| match answer {
         Answer::Tools { tool_calls, .. } if script.only_offered_tools => {
-            tool_calls.iter().all(|call| asked.tools.contains(&call.name))
+            let offers =
+                |name: &str| asked.tools.iter().any(|tool| tool.pointer("/function/name") == Some(&json!(name)));
+            tool_calls.iter().all(|call| offers(&call.name))
         }
         _ => true,
     };
@@ -121,6 +126,7 @@ pub fn choose(script: &Script, asked: &Asked, next: usize) -> Option<Answer> {
         WhenDone::Cycle if count > 0 => script.answers.get(position % count).cloned(),
         WhenDone::Cycle => echo(),
         WhenDone::Fail => None,
+        WhenDone::Probe => Some(crate::probe::answer(asked.has_called || next >= crate::probe::PATIENCE, &asked.tools)),
     }
 }
 

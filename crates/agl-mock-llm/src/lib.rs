@@ -8,6 +8,7 @@
 //! * [`script`] — what it answers, and when it fails.
 //! * [`tokenizer`] — text to tokens.
 //! * [`answer`] — a scripted answer as a response body.
+//! * [`probe`] — an answer made for whatever tools are offered.
 //! * [`connection`] — sockets that can be reset.
 //! * [`server`] — the running server and the handle on it.
 //! * [`fault_flag`] — faults as the command line writes them.
@@ -15,6 +16,7 @@
 pub mod answer;
 pub mod connection;
 pub mod fault_flag;
+pub mod probe;
 pub mod script;
 pub mod server;
 pub mod tokenizer;

@@ -81,6 +81,8 @@ pub enum WhenDone {
     Cycle,
     /// Status 500, saying that the script is at its end.
     Fail,
+    /// First a call of a harmless tool, where one is offered; then a last word. See [`crate::probe`].
+    Probe,
 }
 
 /// One scripted answer.

@@ -87,6 +87,7 @@ impl MockLlm {
             .route("/v1/completions", post(completions))
             .route("/v1/models", get(models))
             .route("/tokenize", post(tokenize))
+            .route("/detokenize", post(detokenize))
             .route("/mock/faults", get(faults).post(set_faults))
             .route("/mock/requests", get(requests))
             .layer(DefaultBodyLimit::disable())
@@ -297,6 +298,15 @@ async fn tokenize(body: Bytes) -> Response {
         }
         Err(message) => (StatusCode::BAD_REQUEST, Json(json!({"error": {"message": message}}))).into_response(),
     }
+}
+
+#[derive(Deserialize)]
+struct Tokens {
+    tokens: Vec<u32>,
+}
+
+async fn detokenize(Json(asked): Json<Tokens>) -> Json<Value> {
+    Json(json!({"prompt": crate::tokenizer::decode_with_frames(&asked.tokens)}))
 }
 
 async fn models(State(shared): State<SharedState>) -> Json<Value> {

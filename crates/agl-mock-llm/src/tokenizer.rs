@@ -20,6 +20,20 @@ pub fn decode(tokens: &[u32]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
+/// The text of tokens with their frames in it.
+#[must_use]
+pub fn decode_with_frames(tokens: &[u32]) -> String {
+    let is_frame = |token: &u32| u8::try_from(*token).is_err();
+    tokens
+        .chunk_by(|one, other| !is_frame(one) && !is_frame(other))
+        .map(
+            |run| {
+                if run.iter().all(is_frame) { run.iter().map(|token| display(*token)).collect() } else { decode(run) }
+            },
+        )
+        .collect()
+}
+
 /// One token as a server shows it beside its log-prob.
 #[must_use]
 pub fn display(token: u32) -> String {
@@ -80,6 +94,12 @@ pub fn render_tool_call(name: &str, arguments: &str) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn frames_are_shown_between_texts() {
+        let tokens = [encode("a—"), vec![MESSAGE_END], encode("\n"), vec![MESSAGE_START], encode("b")].concat();
+        assert_eq!(decode_with_frames(&tokens), "a—<|end|>\n<|start|>b");
+    }
 
     #[test]
     fn an_answer_and_the_next_turn_extend_the_prompt_before() {

@@ -19,6 +19,9 @@ mod bases;
 pub mod body;
 mod codec;
 mod error;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzz;
 pub mod memory;
 pub mod peers;
 pub mod postgres;
@@ -90,6 +93,8 @@ pub trait Store: Send + Sync + 'static {
         attempt_id: &str,
         event_type: Option<&str>,
     ) -> Result<Vec<StoredEvent>, StoreError>;
+    /// How many events a rollout has, over all its attempts; none where there is no such rollout.
+    async fn count_events(&self, rollout_id: &str) -> Result<u64, StoreError>;
     /// The ids of the attempts that have events, in the order of their first event.
     async fn attempts_with_events(&self, rollout_id: &str) -> Result<Vec<String>, StoreError>;
 

@@ -296,6 +296,10 @@ impl Store for MemoryStore {
             .collect())
     }
 
+    async fn count_events(&self, rollout_id: &str) -> Result<u64, StoreError> {
+        Ok(self.content()?.events.get(rollout_id).map_or(0, |events| events.len() as u64))
+    }
+
     async fn attempts_with_events(&self, rollout_id: &str) -> Result<Vec<String>, StoreError> {
         let content = self.content()?;
         content.must_exist(rollout_id)?;

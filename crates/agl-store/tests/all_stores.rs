@@ -260,6 +260,8 @@ async fn events_keep_their_order_and_their_payload() {
         assert_eq!(store.events("r", "1", Some(REWARD)).await.unwrap()[0].event.timestamp, 4.0);
         assert!(store.events("r", "2", None).await.unwrap().is_empty());
         assert_eq!(store.attempts_with_events("r").await.unwrap(), ["1", "0"]);
+        assert_eq!(store.count_events("r").await.unwrap(), 3);
+        assert_eq!(store.count_events("unknown").await.unwrap(), 0);
         let missing = store.append_event("nobody", "0", event("note", json!({})), 2.0).await;
         assert!(matches!(missing, Err(StoreError::RolloutNotFound(_))));
         assert!(matches!(store.events("nobody", "0", None).await, Err(StoreError::RolloutNotFound(_))));

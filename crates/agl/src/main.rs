@@ -22,9 +22,20 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// What is logged on standard error, such as `info` or `agl_gateway=debug`.
-    #[arg(long, global = true, env = "AGL_LOG", default_value = "warn", value_name = "FILTER")]
-    log: String,
+    /// What is logged on standard error, such as `info` or `agl_gateway=debug`; `warn` if absent, and nothing under the doctor.
+    #[arg(long, global = true, env = "AGL_LOG", value_name = "FILTER")]
+    log: Option<String>,
+    /// How it is logged.
+    #[arg(long, global = true, env = "AGL_LOG_FORMAT", default_value = "text", value_name = "FORMAT")]
+    log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum LogFormat {
+    /// For a person.
+    Text,
+    /// A JSON object on each line; the ids of rollout and attempt stand in its `span`.
+    Json,
 }
 
 #[derive(Subcommand)]
@@ -43,6 +54,15 @@ enum Command {
     Eval(commands::eval::EvalArgs),
     /// Supervised start of a policy from chat transcripts.
     Sft(commands::sft::SftArgs),
+    /// One rollout of your harness, checked end to end: calls captured, ids, log-probs, turns merged, reward.
+    ///
+    /// The harness runs once, against a model of this machine or a probe that needs none. The checklist says whether its calls were
+    /// captured, in which dialect, with token ids and log-probs, whether consecutive turns merge into one training row (and if not,
+    /// the first tokens that differ), whether a reward was posted, and where the time went. Nothing is trained, and no other gateway is
+    /// touched. Exit code 1 where training would not work.
+    Doctor(commands::doctor::DoctorArgs),
+    /// Write a run file, a sample of tasks and an evaluator for your own agent.
+    Init(commands::init::InitArgs),
     /// Look at rollouts, repeat or cancel them.
     #[command(subcommand)]
     Rollouts(commands::rollouts::RolloutsCommand),
@@ -100,13 +120,19 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> anyhow::Result<()> {
-    let filter = tracing_subscriber::EnvFilter::try_new(&cli.log)
-        .map_err(|error| failure::usage(format!("--log {}: {error}", cli.log)))?;
-    tracing_subscriber::fmt()
+    // The doctor's checklist says it all.
+    let default = if matches!(cli.command, Command::Doctor(_)) { "off" } else { "warn" };
+    let filter = cli.log.as_deref().unwrap_or(default);
+    let filter = tracing_subscriber::EnvFilter::try_new(filter)
+        .map_err(|error| failure::usage(format!("--log {filter}: {error}")))?;
+    let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .init();
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
+    match cli.log_format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().with_span_list(false).init(),
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         match cli.command {
@@ -117,6 +143,8 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Train(args) => commands::run::train(args).await,
             Command::Eval(args) => commands::eval::eval(args).await,
             Command::Sft(args) => commands::sft::sft(args).await,
+            Command::Doctor(args) => commands::doctor::doctor(args).await,
+            Command::Init(args) => commands::init::init(&args),
             Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
             Command::Models(command) => commands::models::models(command).await,
             Command::Supervise(_) => Ok(()),

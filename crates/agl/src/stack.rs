@@ -12,6 +12,8 @@ use tokio::task::JoinHandle;
 pub struct Stack {
     /// Talks to the gateway, with the server key.
     pub client: GatewayClient,
+    /// The gateway's own address.
+    pub gateway_url: String,
     gateway: Part,
     controller: Part,
 }
@@ -45,8 +47,8 @@ impl Stack {
     pub async fn start(gateway: GatewayConfig, controller: ControllerConfig) -> anyhow::Result<Self> {
         let key = gateway.key.clone();
         let gateway = Gateway::bind(gateway).await?;
-        let address = gateway.addr();
-        let client = GatewayClient::new(&format!("http://{address}"), &key)?;
+        let gateway_url = format!("http://{}", gateway.addr());
+        let client = GatewayClient::new(&gateway_url, &key)?;
         let (stop, stopped) = oneshot::channel::<()>();
         let task =
             tokio::spawn(
@@ -59,7 +61,7 @@ impl Stack {
             tokio::spawn(
                 async move { runner.run(async { drop(stopped.await) }).await.context("the controller ended") },
             );
-        Ok(Self { client, gateway, controller: Part { stop, task: Some(task) } })
+        Ok(Self { client, gateway_url, gateway, controller: Part { stop, task: Some(task) } })
     }
 
     /// Stops the controller, which ends its agents, then the gateway, which has written everything it acknowledged.

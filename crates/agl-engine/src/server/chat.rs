@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions`, and `POST /tokenize` for how long its prompt would be.
+//! `POST /v1/chat/completions`; `POST /tokenize` for how long its prompt would be, and `POST /detokenize` for how tokens read.
 
 use axum::Json;
 use axum::body::Bytes;
@@ -72,6 +72,17 @@ pub(super) async fn tokenize(State(engine): State<Engine>, body: Bytes) -> Resul
     let request: ChatRequest = parse(&body)?;
     let tokens = request.prompt(engine.tokenizer(), request.usable_tools()?)?;
     Ok(Json(json!({"count": tokens.len(), "max_model_len": engine.max_model_len(), "tokens": tokens})))
+}
+
+#[derive(Debug, Deserialize)]
+struct DetokenizeRequest {
+    tokens: Vec<u32>,
+}
+
+/// The text of token ids, special tokens in it, in vLLM's form.
+pub(super) async fn detokenize(State(engine): State<Engine>, body: Bytes) -> Result<Json<Value>, ApiError> {
+    let request: DetokenizeRequest = parse(&body)?;
+    Ok(Json(json!({"prompt": engine.tokenizer().decode(&request.tokens, false)?})))
 }
 
 impl ChatRequest {

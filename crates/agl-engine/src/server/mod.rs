@@ -45,6 +45,7 @@ pub fn router(engine: Engine) -> Router {
         .route("/v1/completions", post(completions::create))
         .route("/v1/models", get(models))
         .route("/tokenize", post(chat::tokenize))
+        .route("/detokenize", post(chat::detokenize))
         .route("/health", get(async || ()))
         .fallback(async || ApiError::not_found())
         .layer(DefaultBodyLimit::max(BODY_LIMIT))

@@ -15,8 +15,10 @@ use super::{large_json, triplet};
 use crate::app::App;
 use crate::clock;
 use crate::error::ApiError;
-use crate::keys::{Access, Scope};
+use crate::keys::Access;
 use crate::proxy::read_body;
+use crate::proxy::recorder::AttemptKey;
+use crate::watchdog::Wait;
 
 /// `POST /api/rollouts/{id}/attempt/{aid}/events`.
 pub(super) async fn append(
@@ -27,7 +29,15 @@ pub(super) async fn append(
     let access = app.check_attempt(request.headers(), request.uri(), &rollout_id, &attempt_id).await?;
     let event: EventCreate = body(&read_body(&app, request).await?)?;
     check_access(&app, access, &rollout_id, &event).await?;
-    Ok(Json(app.store.append_event(&rollout_id, &attempt_id, event, clock::now()).await?))
+    // However much an agent has said, its evaluator still has a word.
+    if access.is_agent() || event.event_type != REWARD {
+        app.quota.check(&rollout_id).await?;
+    }
+    let key = AttemptKey { rollout_id, attempt_id };
+    let _watched = app.watchdog.watch(Wait::Commit, &key, &app.shown_store);
+    let appended = app.store.append_event(&key.rollout_id, &key.attempt_id, event, clock::now()).await?;
+    app.quota.note(&key.rollout_id);
+    Ok(Json(appended))
 }
 
 /// What an agent under training must not be able to say, not by leaving out its key either.
@@ -35,7 +45,7 @@ async fn check_access(app: &App, access: Access, rollout_id: &str, event: &Event
     if matches!(access, Access::Attempt(_)) && event.event_type == MODEL_REQUEST {
         return Err(ApiError::forbidden("Events of type model_request are written by the gateway"));
     }
-    if matches!(access, Access::Attempt(Scope::Agent) | Access::Anonymous) && event.event_type == REWARD {
+    if access.is_agent() && event.event_type == REWARD {
         let rollout = app.store.rollout(rollout_id).await?.ok_or_else(|| ApiError::not_found(rollout_id))?;
         if rollout.config.reward_source == Some(RewardSource::Evaluator) {
             return Err(ApiError::forbidden(

@@ -33,6 +33,6 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 
 /// `GET /metrics`, in Prometheus' text form.
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let text = app.metrics.render(&app.gate.view());
+    let text = app.metrics.render(&app.gate.view(), app.places.waiting(), &app.watchdog.stuck());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }

@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::extract::rejection::RawPathParamsRejection;
+use axum::extract::{RawPathParams, Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, patch, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
+use tracing::Instrument;
 
 use crate::app::App;
 use crate::error::ApiError;
@@ -20,6 +22,7 @@ mod events;
 mod health;
 mod input;
 mod models;
+mod openapi;
 mod pause;
 mod rollouts;
 mod sequences;
@@ -50,14 +53,14 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events", post(events::append))
         .merge(harnesses("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}"))
         .merge(harnesses("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/agent/{agent}"));
+    let of_rollouts = management.merge(attempts).route_layer(middleware::from_fn(with_ids));
     Router::new()
         .route("/healthz", get(async || Json(json!({"status": "ok"}))))
         .route("/readyz", get(health::ready))
-        .merge(management)
-        .merge(attempts)
+        .route("/openapi.json", get(openapi::get))
+        .merge(of_rollouts)
         .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "Not Found"))
         .method_not_allowed_fallback(async || ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed"))
-        .layer(DefaultBodyLimit::max(app.config.body_limit))
         .with_state(app)
 }
 
@@ -80,6 +83,19 @@ fn harnesses(place: &str) -> Router<Arc<App>> {
 async fn require_server_key(State(app): State<Arc<App>>, request: Request, next: Next) -> Result<Response, ApiError> {
     app.keys.check(&presented(request.headers(), request.uri()), None)?;
     Ok(next.run(request).await)
+}
+
+/// Gives every log line of the request the ids in its path, at every level that is logged.
+async fn with_ids(
+    ids: Result<RawPathParams, RawPathParamsRejection>,
+    request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    let ids = ids.map_err(|_| ApiError::bad_request("The path is not UTF-8"))?;
+    let id = |name| ids.iter().find_map(|(key, value)| (key == name).then_some(value));
+    let Some(rollout_id) = id("rollout_id") else { return Ok(next.run(request).await) };
+    let span = tracing::error_span!("request", rollout_id, attempt_id = id("attempt_id"));
+    Ok(next.run(request).instrument(span).await)
 }
 
 /// An answer that may be large: built and written as JSON on a blocking thread.

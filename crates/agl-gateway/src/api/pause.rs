@@ -48,17 +48,19 @@ pub(super) struct ProxyState {
     reason: Option<String>,
     inflight: usize,
     held: usize,
+    waiting: usize,
     owner: Option<String>,
     lease_expires_at: Option<f64>,
 }
 
 async fn view(app: &App) -> Result<Json<ProxyState>, ApiError> {
     let GateView { pause, inflight, held } = app.peers.view().await?;
+    let waiting = app.places.waiting();
     let paused = pause.is_some();
     let lease_expires_at = pause.as_ref().map(|pause| pause.lease_expires_at);
     let retry_after_seconds = pause.as_ref().map_or(RETRY_AFTER_SECONDS, |pause| pause.retry_after_seconds);
     let (reason, owner) = pause.map_or((None, None), |pause| (pause.reason, pause.owner));
-    Ok(Json(ProxyState { paused, retry_after_seconds, reason, inflight, held, owner, lease_expires_at }))
+    Ok(Json(ProxyState { paused, retry_after_seconds, reason, inflight, held, waiting, owner, lease_expires_at }))
 }
 
 /// `GET /proxy/state`.

@@ -109,6 +109,7 @@ pub(super) async fn delete(
 ) -> Result<StatusCode, ApiError> {
     app.store.delete_rollout(&rollout_id).await?;
     app.recorder.forget(&rollout_id);
+    app.quota.forget(&rollout_id);
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -26,6 +26,7 @@ use crate::config::duration;
 use crate::dialect::Voice;
 use crate::dialect::fields::LeftOut;
 use crate::error::ApiError;
+use crate::watchdog::Wait;
 
 /// The status recorded for a call whose harness hung up and did not come back in time.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
@@ -60,7 +61,7 @@ impl Call {
         body.prepare(&target, mode, &app.config.default_proxy);
         let number = app.recorder.begin_call(&key).await?;
         let seed = (!body.has("seed")).then(|| seed(&rollout, number));
-        let ask = Ask { rollout_id: key.rollout_id.clone(), model: target.model.clone(), mode, path, body, seed };
+        let ask = Ask { key: key.clone(), model: target.model.clone(), mode, path, body, seed };
         let call_id = format!("call-{}", uuid::Uuid::now_v7().simple());
         Ok(Self { app: Arc::clone(app), call_id, voice, key, mode, agent, target, ask, left_out, digest, started })
     }
@@ -108,24 +109,14 @@ impl Call {
         app.metrics.upstream(asked, asking, progress.retries);
         let abandoned = end.is_none();
         if abandoned && progress.sent.is_none() {
-            tracing::info!(
-                rollout = key.rollout_id,
-                attempt = key.attempt_id,
-                "the harness hung up before its call was sent"
-            );
+            tracing::info!("the harness hung up before its call was sent");
             return Err(abandoned_error());
         }
         let end = end.unwrap_or_else(|| End::Failed(abandoned_error()));
         let client_present = !abandoned && seat.is_taken();
         if !client_present {
             app.metrics.hung_up();
-            tracing::info!(
-                rollout = key.rollout_id,
-                attempt = key.attempt_id,
-                call_id,
-                abandoned,
-                "the harness hung up"
-            );
+            tracing::info!(call_id, abandoned, "the harness hung up");
         }
         let version = progress.server.as_ref().map_or(0, |server| server.version);
         let (http_status, response, mut answer) = match &end {
@@ -138,7 +129,7 @@ impl Call {
         let ok = http_status < 400;
         let trainable = is_trainable(&target, progress.server.as_ref());
         if ok && trainable {
-            complain(&answer, &progress, &key, &call_id);
+            complain(&answer, &progress, &call_id);
         }
         if ok {
             app.verbatim.remember(&key, std::mem::take(&mut answer.tool_calls));
@@ -166,7 +157,11 @@ impl Call {
             key: key.clone(),
         };
         let recording = Instant::now();
-        let recorded = app.recorder.record(finished).await?;
+        let recorded = {
+            let _watched = app.watchdog.watch(Wait::Commit, &key, &app.shown_store);
+            app.recorder.record(finished).await?
+        };
+        app.quota.note(&key.rollout_id);
         let commit = recording.elapsed();
         for &(outcome, joint) in &recorded.answers {
             app.metrics.answer(outcome, joint);
@@ -203,14 +198,13 @@ fn abandoned_error() -> ApiError {
 }
 
 /// Says what keeps an answer from being trained on.
-fn complain(answer: &Answer, progress: &Progress, key: &AttemptKey, call_id: &str) {
+fn complain(answer: &Answer, progress: &Progress, call_id: &str) {
     if answer.complaints.is_empty() {
         return;
     }
     let endpoint = progress.server.as_ref().map_or("", |server| server.endpoint.as_str());
     tracing::warn!(
         server = endpoint,
-        rollout = key.rollout_id,
         call_id,
         complaints = answer.complaints.join("; "),
         "this answer cannot be trained on as it is; the server must honour `return_token_ids` and `logprobs` (vLLM 0.10.2 or later does)"

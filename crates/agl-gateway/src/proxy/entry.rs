@@ -154,6 +154,7 @@ async fn answer(
 ) -> Response {
     let answered = async {
         let caller = admit(app, place, request.headers(), request.uri()).await?;
+        app.quota.check(&caller.key.rollout_id).await?;
         let place = format!(
             "{}\n{}\n{}",
             request.uri().path(),

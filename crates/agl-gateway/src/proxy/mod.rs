@@ -10,10 +10,13 @@
 //! Steps 2 to 4 run in a task of their own ([`call`]): when the harness hangs up, they go on for a while, and an equal call
 //! takes its place ([`flights`]).
 
-use axum::extract::{FromRequest, Request};
-use bytes::Bytes;
+use axum::extract::Request;
+use axum::http::{HeaderMap, StatusCode, header};
+use bytes::{Bytes, BytesMut};
+use futures_util::StreamExt;
 
 use crate::app::App;
+use crate::config::duration;
 use crate::error::ApiError;
 
 pub(crate) mod answer;
@@ -25,6 +28,7 @@ pub(crate) mod event;
 pub(crate) mod flights;
 pub(crate) mod kind;
 pub(crate) mod models;
+pub(crate) mod places;
 pub(crate) mod recorder;
 pub(crate) mod reply;
 pub(crate) mod request;
@@ -36,14 +40,58 @@ pub(crate) mod verbatim;
 /// Bodies larger than this are read and written on a blocking thread.
 const LARGE_BODY_BYTES: usize = 256 * 1024;
 
-/// The whole body, up to the limit.
+/// The whole body, up to the limit and in the time there is for it.
 pub(crate) async fn read_body(app: &App, request: Request) -> Result<Bytes, ApiError> {
-    Bytes::from_request(request, &()).await.map_err(|rejection| {
-        if rejection.status() == axum::http::StatusCode::PAYLOAD_TOO_LARGE {
-            let limit = app.config.body_limit;
-            ApiError::new(rejection.status(), format!("Request body is larger than {limit} bytes; raise `body_limit`"))
-        } else {
-            ApiError::bad_request("The request body broke off")
-        }
+    let seconds = app.config.limits.body_timeout_seconds;
+    let read = tokio::time::timeout(duration(seconds), read_in_time(app.config.body_limit, request)).await;
+    read.unwrap_or_else(|_| {
+        let late =
+            format!("The request body did not come within {seconds} seconds; raise `limits.body_timeout_seconds`");
+        Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, late))
     })
+}
+
+async fn read_in_time(limit: usize, request: Request) -> Result<Bytes, ApiError> {
+    let too_large = || {
+        let what = format!("Request body is larger than {limit} bytes; raise `body_limit`");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, what)
+    };
+    let announced = announced(request.headers());
+    if announced > limit && request.headers().contains_key(header::EXPECT) {
+        // It asks first, and sends nothing then.
+        return Err(too_large());
+    }
+    let mut chunks = request.into_body().into_data_stream();
+    let (mut whole, mut length) = (Bytes::new(), 0_usize);
+    let mut many = BytesMut::new();
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk.map_err(|_| ApiError::bad_request("The request body broke off"))?;
+        length += chunk.len();
+        if length > limit {
+            // A client that still sends would not read the refusal: a body not much too large is taken in and dropped.
+            (whole, many) = Default::default();
+            if length > limit.saturating_mul(2) {
+                break;
+            }
+        } else if whole.is_empty() && many.is_empty() {
+            whole = chunk;
+        } else {
+            if many.is_empty() {
+                many.reserve(announced.clamp(length, limit));
+                many.extend_from_slice(&std::mem::take(&mut whole));
+            }
+            many.extend_from_slice(&chunk);
+        }
+    }
+    match (length > limit, many.is_empty()) {
+        (true, _) => Err(too_large()),
+        (false, true) => Ok(whole),
+        (false, false) => Ok(many.freeze()),
+    }
+}
+
+/// The length that the caller says its body has; 0 where it does not say.
+fn announced(headers: &HeaderMap) -> usize {
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+    length.unwrap_or(0)
 }

@@ -20,6 +20,7 @@ use http_body::{Frame, SizeHint};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
+use tracing::Instrument;
 
 use super::LARGE_BODY_BYTES;
 use super::answer;
@@ -121,10 +122,12 @@ pub(crate) async fn give(
             let call_id = call.call_id.clone();
             let seat = app.flights.board(&key, digest, &call_id, taker);
             let running = Arc::clone(&app.calls).acquire_owned().await;
-            tokio::spawn(async move {
+            let flight = async move {
                 call.fly(seat).await;
                 drop(running);
-            });
+            };
+            // What it logs carries the ids of its request.
+            tokio::spawn(flight.in_current_span());
             call_id
         }
     };
@@ -164,7 +167,7 @@ async fn replay(
     let answer =
         UpstreamAnswer { status: StatusCode::OK, content_type: Some(JSON), retry_after: None, body: body.into() };
     let Ok(reply) = Reply::tell(answer, voice.clone(), &call_id).await else { return Ok(None) };
-    tracing::info!(rollout = key.rollout_id, attempt = key.attempt_id, call_id, "a retry gets the recorded answer");
+    tracing::info!(call_id, "a retry gets the recorded answer");
     app.metrics.repeated(Repeated::Recorded);
     Ok(Some(named(whole(Ok(reply.handed_over(handover)), voice.dialect), &call_id)))
 }

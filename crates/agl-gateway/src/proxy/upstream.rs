@@ -9,11 +9,14 @@ use axum::http::{HeaderValue, StatusCode, header};
 use bytes::Bytes;
 
 use super::kind::Kind;
+use super::places::{Place, Places};
+use super::recorder::AttemptKey;
 use super::request::{Mode, RequestBody, UpstreamPath};
 use super::servers::Servers;
 use crate::config::{DefaultProxyConfig, GatewayConfig, UpstreamConfig, duration};
 use crate::error::{ApiError, GatewayError};
 use crate::gate::{Gate, Passage, Refused};
+use crate::watchdog::{Wait, Watchdog};
 
 /// A server that counts tokens more slowly than this is not waited for.
 const COUNT_PATIENCE: Duration = Duration::from_secs(5);
@@ -26,13 +29,20 @@ pub(crate) struct Upstream {
     config: UpstreamConfig,
     proxy: DefaultProxyConfig,
     no_model_wait: Duration,
-    gate: Arc<Gate>,
+    queue: Queue,
     servers: Arc<Servers>,
+}
+
+/// What a call passes on its way, and who watches it wait.
+pub(crate) struct Queue {
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) places: Arc<Places>,
+    pub(crate) watchdog: Arc<Watchdog>,
 }
 
 /// What to send.
 pub(crate) struct Ask {
-    pub(crate) rollout_id: String,
+    pub(crate) key: AttemptKey,
     pub(crate) model: String,
     pub(crate) mode: Mode,
     pub(crate) path: UpstreamPath,
@@ -69,20 +79,20 @@ pub(crate) struct UpstreamAnswer {
 }
 
 impl Upstream {
-    pub(crate) fn new(config: &GatewayConfig, gate: Arc<Gate>, servers: Arc<Servers>) -> Result<Self, GatewayError> {
+    pub(crate) fn new(config: &GatewayConfig, queue: Queue, servers: Arc<Servers>) -> Result<Self, GatewayError> {
         // Inference servers are named by address; a proxy from the environment is for other things.
         let builder = reqwest::Client::builder().no_proxy().redirect(reqwest::redirect::Policy::none());
         let client =
             builder.timeout(duration(config.upstream.timeout_seconds)).build().map_err(GatewayError::Client)?;
         let no_model_wait = duration(config.no_model_wait_seconds);
-        Ok(Self { client, config: config.upstream, proxy: config.default_proxy.clone(), no_model_wait, gate, servers })
+        Ok(Self { client, config: config.upstream, proxy: config.default_proxy.clone(), no_model_wait, queue, servers })
     }
 
     /// Sends the call until it is answered or the tries are used up. Each try passes the gate and picks the server anew: a
     /// pause holds it, and a trainer that was started again has registered another address. Sets `sent_any` with the first.
     pub(crate) async fn call(&self, ask: Ask, progress: &mut Progress, sent_any: &AtomicBool) -> End {
         loop {
-            let (passage, server) = match self.admit(&ask).await {
+            let (admitted, server) = match self.admit(&ask).await {
                 Ok(admitted) => admitted,
                 Err(error) => return End::Failed(error),
             };
@@ -95,14 +105,17 @@ impl Upstream {
                 Ok(key) => key,
                 Err(error) => return End::Failed(error),
             };
-            let tried = tokio::select! {
-                tried = self.try_once(&url, key, body) => tried,
-                () = self.gate.fenced() => {
-                    tracing::warn!(rollout = ask.rollout_id, url, "a call is given up and made again once the store is back");
-                    continue;
+            let tried = {
+                let _watched = self.queue.watchdog.watch(Wait::Server, &ask.key, &url);
+                tokio::select! {
+                    tried = self.try_once(&url, key, body) => tried,
+                    () = self.queue.gate.fenced() => {
+                        tracing::warn!(rollout = ask.key.rollout_id, url, "a call is given up and made again once the store is back");
+                        continue;
+                    }
                 }
             };
-            drop(passage);
+            drop(admitted);
 
             let is_last = progress.retries + 1 >= self.config.max_attempts;
             let (reason, wanted) = match tried {
@@ -114,7 +127,6 @@ impl Upstream {
             let delay = self.backoff(progress.retries).max(wanted.unwrap_or_default());
             progress.retries += 1;
             tracing::warn!(
-                rollout = ask.rollout_id,
                 url,
                 retry = progress.retries,
                 delay_seconds = delay.as_secs_f64(),
@@ -125,15 +137,28 @@ impl Upstream {
         }
     }
 
-    /// Waits for a server and for the gate. Calls that wait for a server are not in flight.
-    async fn admit(&self, ask: &Ask) -> Result<(Passage, RegisteredModel), ApiError> {
+    /// Waits for the gate, for a place and for a server. Calls that wait for a place or a server are not in flight.
+    async fn admit(&self, ask: &Ask) -> Result<((Passage, Place), RegisteredModel), ApiError> {
+        let Queue { gate, places, watchdog } = &self.queue;
+        let mut waited = None;
         loop {
-            let passage = self.gate.pass().await.map_err(refused)?;
-            if let Some(server) = self.servers.pick(&ask.model, &ask.rollout_id) {
-                return Ok((passage, server));
+            let passage = {
+                let _watched = watchdog.watch(Wait::Resume, &ask.key, "the gate");
+                gate.pass().await.map_err(refused)?
+            };
+            let Some(place) = waited.take().or_else(|| places.take()) else {
+                drop(passage);
+                let _watched = watchdog.watch(Wait::Turn, &ask.key, &ask.model);
+                // A call that a pause has caught up with is held without a place.
+                waited = Some(places.wait().await?).filter(|_| gate.view().pause.is_none());
+                continue;
+            };
+            if let Some(server) = self.servers.pick(&ask.model, &ask.key.rollout_id) {
+                return Ok(((passage, place), server));
             }
-            drop(passage);
-            if self.servers.wait_for(&ask.model, &ask.rollout_id, self.no_model_wait).await.is_none() {
+            drop((passage, place));
+            let _watched = watchdog.watch(Wait::Model, &ask.key, &ask.model);
+            if self.servers.wait_for(&ask.model, &ask.key.rollout_id, self.no_model_wait).await.is_none() {
                 return Err(no_server(&ask.model));
             }
         }
@@ -147,7 +172,7 @@ impl Upstream {
         rollout_id: &str,
         body: &mut serde_json::Value,
     ) -> Option<u64> {
-        let server = self.servers.pick(model, rollout_id).filter(|_| self.gate.view().pause.is_none())?;
+        let server = self.servers.pick(model, rollout_id).filter(|_| self.queue.gate.view().pause.is_none())?;
         if let Some(name) = &server.upstream_model {
             body["model"] = name.clone().into();
         }
@@ -263,9 +288,6 @@ fn refused(refused: Refused) -> ApiError {
             "The gateway cannot reach its database; try again when it is back",
         )
         .retry_after(1),
-        Refused::Closing => {
-            ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "The gateway is stopping; try again when it is back")
-                .retry_after(1)
-        }
+        Refused::Closing => ApiError::stopping(),
     }
 }

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::scene::{KEY, Scene, chat_path};
 
-const DIALECTS: [&str; 8] = [
+const DIALECTS: [&str; 11] = [
     "openai/v1/chat/completions",
     "openai/v1/completions",
     "openai/v1/responses",
@@ -14,6 +14,9 @@ const DIALECTS: [&str; 8] = [
     "gemini/v1beta/models/m:generateContent",
     "gemini/v1beta/models/m:streamGenerateContent",
     "gemini/v1beta/models/m:countTokens",
+    "gemini/v1/models/m:generateContent",
+    "gemini/v1/models/m:streamGenerateContent",
+    "gemini/v1/models/m:countTokens",
 ];
 
 fn proxy(rollout: &str, attempt: &str, mode: &str) -> Vec<(Method, String)> {
@@ -21,8 +24,19 @@ fn proxy(rollout: &str, attempt: &str, mode: &str) -> Vec<(Method, String)> {
     let named = DIALECTS.iter().flat_map(|path| {
         [format!("{base}/{path}"), format!("{base}/agent/other/{path}")].map(|path| (Method::POST, path))
     });
-    let models = ["openai/v1/models", "anthropic/v1/models"].map(|path| (Method::GET, format!("{base}/{path}")));
+    let models = ["openai/v1/models", "anthropic/v1/models"].into_iter().flat_map(|path| {
+        [format!("{base}/{path}"), format!("{base}/agent/other/{path}")].map(|path| (Method::GET, path))
+    });
     named.chain(models).collect()
+}
+
+/// What needs no key.
+fn open() -> Vec<(Method, String)> {
+    let proxy = "/proxy/rollout/r/attempt/0/mode/train";
+    let places = ["anthropic", "anthropic/", "agent/other/anthropic", "agent/other/anthropic/"];
+    let there = places.map(|path| format!("{proxy}/{path}"));
+    let watching = ["/healthz", "/readyz", "/openapi.json"].map(str::to_owned);
+    watching.into_iter().chain(there).map(|path| (Method::GET, path)).collect()
 }
 
 /// Everything that only the server key opens.
@@ -54,11 +68,60 @@ fn management() -> Vec<(Method, String)> {
     routes.map(|(method, path)| (method, path.to_owned())).into()
 }
 
+/// True if a path of the document stands for this one.
+fn stands_for(template: &str, path: &str) -> bool {
+    let path = path.split('?').next().unwrap();
+    let (mut wanted, mut found) = (template.split('/'), path.split('/'));
+    loop {
+        match (wanted.next(), found.next()) {
+            (None, None) => return true,
+            (Some(wanted), Some(found)) => {
+                let verb = wanted.strip_prefix("{model}").filter(|verb| !verb.is_empty());
+                let is_id = wanted.starts_with('{') && verb.is_none();
+                if !(is_id || verb.map_or(wanted == found, |verb| found.ends_with(verb))) {
+                    return false;
+                }
+            }
+            _ => return false,
+        }
+    }
+}
+
 #[tokio::test]
-async fn health_needs_no_key_and_everything_else_does() {
+async fn the_tables_of_this_test_are_what_the_document_says() {
+    let scene = Scene::start().await;
+    let document = scene.send(Method::GET, "/openapi.json", "", None).await.json();
+    let of = |open: bool| -> Vec<(Method, String)> {
+        let paths = document["paths"].as_object().unwrap().iter();
+        let operations = paths.flat_map(|(path, item)| item.as_object().unwrap().iter().map(move |one| (path, one)));
+        let wanted = operations.filter(|(_, (_, operation))| operation["security"].is_null() == open);
+        wanted.map(|(path, (method, _))| (method.to_uppercase().parse().unwrap(), path.clone())).collect()
+    };
+    let mut closed = management();
+    closed.push((Method::POST, "/api/rollouts/r/attempt/0/events".to_owned()));
+    closed.extend(proxy("r", "0", "train"));
+    for (documented, tried) in [(of(true), open()), (of(false), closed)] {
+        for (method, template) in &documented {
+            let is_tried = tried.iter().any(|(tried, path)| tried == method && stands_for(template, path));
+            assert!(is_tried, "{method} {template} is not tried");
+        }
+        for (method, path) in &tried {
+            let is_told = documented.iter().any(|(told, template)| told == method && stands_for(template, path));
+            assert!(is_told, "{method} {path} is not in the document");
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_is_open_needs_no_key_and_everything_else_does() {
     let scene = Scene::start().await;
     let health = scene.send(Method::GET, "/healthz", "", None).await;
     assert_eq!((health.status, health.json()), (200, json!({"status": "ok"})));
+    for (method, path) in open() {
+        for key in ["", "wrong"] {
+            assert_eq!(scene.send(method.clone(), &path, key, None).await.status, 200, "{method} {path}");
+        }
+    }
     let mut closed = management();
     closed.push((Method::POST, "/api/rollouts/r/attempt/0/events".to_owned()));
     closed.push((Method::POST, chat_path("r", "train")));

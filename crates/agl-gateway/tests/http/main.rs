@@ -7,6 +7,7 @@ mod dialects;
 mod events;
 mod health;
 mod keys;
+mod limits;
 mod models;
 mod pause;
 mod peers;
@@ -16,6 +17,7 @@ mod rollouts;
 mod scene;
 mod startup;
 mod watch;
+mod watchdog;
 
 #[path = "../../../agl-store/tests/support/mod.rs"]
 mod support;

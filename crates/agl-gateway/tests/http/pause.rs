@@ -15,8 +15,8 @@ async fn an_open_gate_has_the_originals_state_and_ours() {
     let scene = Scene::start().await;
     assert_eq!(
         state(&scene).await,
-        json!({"paused": false, "retry_after_seconds": 5, "reason": null, "inflight": 0, "held": 0, "owner": null,
-               "lease_expires_at": null})
+        json!({"paused": false, "retry_after_seconds": 5, "reason": null, "inflight": 0, "held": 0, "waiting": 0,
+               "owner": null, "lease_expires_at": null})
     );
     let paused = scene.post("/proxy/pause", json!({})).await;
     assert_eq!(paused.status, 200);

@@ -96,6 +96,12 @@ impl Bodies<'_> {
     }
 }
 
+pub(super) fn count(sql: &Sql<'_>, rollout_id: &str) -> Result<u64, StoreError> {
+    let counted =
+        sql.first("SELECT count(*) FROM events WHERE rollout_id = ?1", [rollout_id], |row| row.get::<_, i64>(0))?;
+    Ok(counted.unwrap_or(0).cast_unsigned())
+}
+
 pub(super) fn attempts(sql: &Sql<'_>, rollout_id: &str) -> Result<Vec<String>, StoreError> {
     rollouts::must_exist(sql, rollout_id)?;
     sql.all(

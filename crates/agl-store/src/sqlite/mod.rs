@@ -27,6 +27,8 @@ use crate::{Store, StoreError};
 mod attempts;
 mod calls;
 mod events;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod readers;
 mod rollouts;
 mod schema;
@@ -315,6 +317,11 @@ impl Store for SqliteStore {
         let (id, attempt_id, event_type) =
             (rollout_id.to_owned(), attempt_id.to_owned(), event_type.map(str::to_owned));
         self.read(move |sql| events::list(sql, &id, &attempt_id, event_type.as_deref())).await
+    }
+
+    async fn count_events(&self, rollout_id: &str) -> Result<u64, StoreError> {
+        let id = rollout_id.to_owned();
+        self.read(move |sql| events::count(sql, &id)).await
     }
 
     async fn attempts_with_events(&self, rollout_id: &str) -> Result<Vec<String>, StoreError> {

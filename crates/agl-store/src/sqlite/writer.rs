@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender};
 
-use rusqlite::{Connection, Transaction};
+use rusqlite::{Connection, Transaction, TransactionBehavior};
 use tokio::sync::{oneshot, watch};
 
 use super::failure;
@@ -77,7 +77,8 @@ pub(super) fn run(
 /// Runs the jobs in one transaction. An error means that none of them was made.
 fn commit_together(connection: &mut Connection, path: &Path, group: &mut [Box<dyn Job>]) -> Result<(), StoreError> {
     let failed = |error| failure(path, error);
-    let mut transaction = connection.transaction().map_err(failed)?;
+    // Immediate: one that begins by reading is not waited for when it wants to write while another process holds the lock.
+    let mut transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
     for job in group {
         let outcome = run_alone(&mut transaction, path, job.as_mut());
         // A full disk or an I/O error may make SQLite take back the whole transaction: then nothing before counts either.

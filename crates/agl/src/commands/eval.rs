@@ -203,13 +203,15 @@ fn run_file_of(checkpoint: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// The folder that rollouts run in, removed at the end unless it was asked for.
-struct Scratch {
-    folder: PathBuf,
+pub struct Scratch {
+    /// The folder.
+    pub folder: PathBuf,
     remove: bool,
 }
 
 impl Scratch {
-    fn new(out: Option<&Path>) -> anyhow::Result<Self> {
+    /// `out`, or a folder that is removed when this is dropped.
+    pub fn new(out: Option<&Path>) -> anyhow::Result<Self> {
         let folder = match out {
             Some(folder) => folder.to_owned(),
             None => std::env::temp_dir().join(fresh_run_id()),

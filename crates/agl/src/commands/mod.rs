@@ -1,6 +1,8 @@
 //! One file per command.
 
+pub mod doctor;
 pub mod eval;
+pub mod init;
 pub mod models;
 pub mod quickstart;
 pub mod rollouts;

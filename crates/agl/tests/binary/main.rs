@@ -6,5 +6,7 @@ mod architecture;
 mod bad_input;
 mod contract;
 mod crash;
+mod doctor;
+mod logs;
 mod quickstart;
 mod support;
