@@ -28,6 +28,8 @@ pub(crate) const ALL_CALLS: u32 = 1 << 20;
 /// The parts of a running gateway.
 pub(crate) struct App {
     pub(crate) config: GatewayConfig,
+    /// See [`GatewayConfig::shown_store`].
+    pub(crate) shown_store: String,
     pub(crate) store: SharedStore,
     pub(crate) keys: Keys,
     pub(crate) gate: Arc<Gate>,
@@ -65,6 +67,7 @@ impl App {
         let recorder = Recorder::start(Arc::clone(&store));
         let quota = Quota::new(config.limits.max_events_per_rollout, Arc::clone(&store));
         let app = Arc::new(Self {
+            shown_store: config.shown_store(),
             config,
             store,
             keys,

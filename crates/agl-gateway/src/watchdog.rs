@@ -173,7 +173,7 @@ pub(crate) async fn keep_asking(app: Weak<App>, patience: Duration) {
     loop {
         tokio::time::sleep(LOOK_EVERY.min(patience / 4)).await;
         let Some(app) = app.upgrade() else { return };
-        let _watched = app.watchdog.watch(Wait::Deliveries, &nobody, &app.config.store);
+        let _watched = app.watchdog.watch(Wait::Deliveries, &nobody, &app.shown_store);
         app.recorder.flush().await;
     }
 }

@@ -34,7 +34,7 @@ pub(super) async fn append(
         app.quota.check(&rollout_id).await?;
     }
     let key = AttemptKey { rollout_id, attempt_id };
-    let _watched = app.watchdog.watch(Wait::Commit, &key, &app.config.store);
+    let _watched = app.watchdog.watch(Wait::Commit, &key, &app.shown_store);
     let appended = app.store.append_event(&key.rollout_id, &key.attempt_id, event, clock::now()).await?;
     app.quota.note(&key.rollout_id);
     Ok(Json(appended))

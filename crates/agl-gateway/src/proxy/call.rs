@@ -185,7 +185,7 @@ impl Call {
         };
         let recording = Instant::now();
         let recorded = {
-            let _watched = app.watchdog.watch(Wait::Commit, &key, &app.config.store);
+            let _watched = app.watchdog.watch(Wait::Commit, &key, &app.shown_store);
             app.recorder.record(finished).await?
         };
         app.quota.note(&key.rollout_id);

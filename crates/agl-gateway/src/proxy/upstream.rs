@@ -126,7 +126,7 @@ impl Upstream {
                     match (through.as_deref_mut(), kind_of(&server)) {
                         (Some(through), _) => self.try_stream(&url, key, body, through).await,
                         (None, Kind::LlamaCpp) => {
-                            llamacpp::call(self, &server, key, &ask, &url).await.map_err(Fault::Request)
+                            llamacpp::call(self, &server, key, ask, &url).await.map_err(Fault::Request)
                         }
                         (None, _) => self.try_once(&url, key, body).await.map_err(Fault::Request),
                     }

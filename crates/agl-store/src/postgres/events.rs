@@ -88,6 +88,11 @@ async fn bodies(sql: &mut PgConnection, numbers: &[i64], rollout_id: &str) -> Re
     Ok(bodies)
 }
 
+pub(super) async fn count(sql: &mut PgConnection, rollout_id: &str) -> Result<u64, Fault> {
+    let counted = sqlx::query_scalar::<_, i64>("SELECT count(*) FROM events WHERE rollout_id = $1");
+    Ok(counted.bind(rollout_id).fetch_one(sql).await?.cast_unsigned())
+}
+
 pub(super) async fn attempts(sql: &mut PgConnection, rollout_id: &str) -> Result<Vec<String>, Fault> {
     rollouts::must_exist(sql, rollout_id).await?;
     let attempts = sqlx::query_scalar::<_, String>(

@@ -286,6 +286,10 @@ impl Store for PostgresStore {
         attempt!(self, Again::Always, |sql| events::list(sql, rollout_id, attempt_id, event_type))
     }
 
+    async fn count_events(&self, rollout_id: &str) -> Result<u64, StoreError> {
+        attempt!(self, Again::Always, |sql| events::count(sql, rollout_id))
+    }
+
     async fn attempts_with_events(&self, rollout_id: &str) -> Result<Vec<String>, StoreError> {
         attempt!(self, Again::Always, |sql| events::attempts(sql, rollout_id))
     }

@@ -35,7 +35,7 @@ pub(crate) fn read_all(connection: &Connection) {
     for event in events::list(sql, "r", "0", None).into_iter().flatten() {
         let _refused = event.into_event();
     }
-    let Ok(stored) = calls::list(sql, "r", "0") else { return };
+    let Ok(stored) = calls::list(sql, "r", "0", 0) else { return };
     let mut tree = agl_core::trajectory::TokenTree::new();
     for call in stored {
         if tree.insert(call.row).is_err() {

@@ -87,7 +87,8 @@ impl Route {
         self.fails(&[
             (400, "The path cannot be read, or the body broke off"),
             (500, "The store failed"),
-            (503, "The gateway is stopping"),
+            (503, "The gateway is stopping, or its database is away: nothing was done"),
+            (504, "The database went away: whether it was done is not known"),
             (507, "No room on the store's disk"),
         ])
     }

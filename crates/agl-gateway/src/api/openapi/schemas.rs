@@ -174,7 +174,7 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
         needed("updated_at", number("Seconds since the epoch")),
         needed("calls", count("Model calls recorded")),
         needed("last_call", maybe("LastCall")),
-        needed("gateway_started_at", number("Since when there has been this gateway to call")),
+        needed("gateway_started_at", number("Since when no gateway has come or gone")),
     ];
     let keys = [
         needed("key", text("Opens the attempt's proxy and event URLs until the agent has ended")),
