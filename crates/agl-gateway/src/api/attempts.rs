@@ -9,7 +9,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
 
-use super::input::{body, check_id};
+use super::input::{check_id, object};
 use crate::app::App;
 use crate::clock;
 use crate::error::ApiError;
@@ -57,7 +57,7 @@ pub(super) async fn create(
     request: Request,
 ) -> Result<(StatusCode, Json<Grant>), ApiError> {
     let raw = read_body(&app, request).await?;
-    let Create { attempt_id } = if raw.is_empty() { Create::default() } else { body(&raw)? };
+    let Create { attempt_id } = if raw.is_empty() { Create::default() } else { object(&raw)? };
     if let Some(id) = &attempt_id {
         check_id(id, vec!["body".into(), "attempt_id".into()])?;
     }
@@ -82,7 +82,7 @@ pub(super) async fn patch(
     Path((rollout_id, attempt_id)): Path<(String, String)>,
     request: Request,
 ) -> Result<Json<Told>, ApiError> {
-    let patch: AttemptPatch = body(&read_body(&app, request).await?)?;
+    let patch: AttemptPatch = object(&read_body(&app, request).await?)?;
     let detail = app.store.patch_attempt(&rollout_id, &attempt_id, patch, clock::now()).await?;
     Ok(Json(Told::new(&app, detail)))
 }

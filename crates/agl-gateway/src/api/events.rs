@@ -10,7 +10,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::Uri;
 use axum::response::Response;
 
-use super::input::{Query, body};
+use super::input::{Query, object};
 use super::{large_json, triplet};
 use crate::app::App;
 use crate::clock;
@@ -27,7 +27,7 @@ pub(super) async fn append(
     request: Request,
 ) -> Result<Json<Event>, ApiError> {
     let access = app.check_attempt(request.headers(), request.uri(), &rollout_id, &attempt_id).await?;
-    let event: EventCreate = body(&read_body(&app, request).await?)?;
+    let event: EventCreate = object(&read_body(&app, request).await?)?;
     check_access(&app, access, &rollout_id, &event).await?;
     // However much an agent has said, its evaluator still has a word.
     if access.is_agent() || event.event_type != REWARD {

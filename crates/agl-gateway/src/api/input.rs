@@ -1,16 +1,50 @@
 //! What callers send, checked, with FastAPI's form of complaint: 422 and `{"detail": [{"type", "loc", "msg"}]}`.
 
+use std::marker::PhantomData;
 use std::str::FromStr;
 
 use axum::http::{StatusCode, Uri};
-use serde::de::DeserializeOwned;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde_json::{Value, json};
 use serde_path_to_error::Segment;
 
 use crate::error::ApiError;
 
-/// Reads a JSON body.
-pub(super) fn body<T: DeserializeOwned>(raw: &[u8]) -> Result<T, ApiError> {
+/// What must come as an object: serde takes a list of the values in the order of the fields too.
+#[derive(Default)]
+pub(super) struct Object<T>(pub(super) T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
+            type Value = T;
+
+            fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                formatter.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<T, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(fields))
+            }
+        }
+        deserializer.deserialize_map(Fields(PhantomData)).map(Self)
+    }
+}
+
+/// Reads a JSON body that is an object.
+pub(super) fn object<T: DeserializeOwned>(raw: &[u8]) -> Result<T, ApiError> {
+    body::<Object<T>>(raw).map(|Object(fields)| fields)
+}
+
+/// Reads a JSON body that is a list of objects.
+pub(super) fn objects<T: DeserializeOwned>(raw: &[u8]) -> Result<Vec<T>, ApiError> {
+    let list: Vec<Object<T>> = body(raw)?;
+    Ok(list.into_iter().map(|Object(fields)| fields).collect())
+}
+
+fn body<T: DeserializeOwned>(raw: &[u8]) -> Result<T, ApiError> {
     if raw.is_empty() {
         return Err(ApiError::invalid(vec!["body".into()], "Field required", "missing"));
     }
@@ -101,7 +135,7 @@ pub(super) fn check_id(id: &str, loc: Vec<Value>) -> Result<(), ApiError> {
     if usable {
         return Ok(());
     }
-    let msg = "An id has 1 to 200 characters, no '/', no '\\' and no control characters, and is not '.' or '..'";
+    let msg = "An id has 1 to 200 bytes, no '/', no '\\' and no control characters, and is not '.' or '..'";
     Err(ApiError::invalid(loc, msg, "value_error"))
 }
 
@@ -111,8 +145,8 @@ mod tests {
 
     use super::*;
 
-    fn detail<T: DeserializeOwned + std::fmt::Debug>(raw: &str) -> Value {
-        let error = body::<T>(raw.as_bytes()).unwrap_err();
+    fn detail<T: DeserializeOwned>(raw: &str) -> Value {
+        let error = body::<T>(raw.as_bytes()).err().unwrap();
         assert_eq!(error.status, StatusCode::UNPROCESSABLE_ENTITY);
         error.body["detail"][0].clone()
     }
@@ -130,6 +164,15 @@ mod tests {
         assert_eq!(detail::<StatusPatch>("{")["type"], "json_invalid");
         assert_eq!(detail::<StatusPatch>("")["type"], "missing");
         assert_eq!(detail::<StatusPatch>("{} x")["type"], "json_invalid");
+    }
+
+    #[test]
+    fn a_list_is_no_object_even_where_its_values_would_fit() {
+        assert_eq!(body::<StatusPatch>(b"[\"running\"]").unwrap().state.map(|state| state.as_str()), Some("running"));
+        assert!(object::<StatusPatch>(b"[\"running\"]").is_err());
+        assert!(objects::<RolloutCreate>(b"[[1]]").is_err());
+        let loc = detail::<Vec<Object<RolloutCreate>>>(r#"[{"input": 1}, {"input": 1, "is_train": 2}]"#);
+        assert_eq!(loc["loc"], json!(["body", 1, "is_train"]));
     }
 
     #[test]

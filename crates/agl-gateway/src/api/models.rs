@@ -8,7 +8,7 @@ use axum::extract::{Request, State};
 use axum::http::{StatusCode, Uri};
 use serde_json::Value;
 
-use super::input::{Query, body};
+use super::input::{Query, objects};
 use super::ok;
 use crate::app::App;
 use crate::error::ApiError;
@@ -21,7 +21,7 @@ pub(super) async fn register(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<(StatusCode, Json<Vec<RegisteredModel>>), ApiError> {
-    let models: Vec<RegisteredModel> = body(&read_body(&app, request).await?)?;
+    let models: Vec<RegisteredModel> = objects(&read_body(&app, request).await?)?;
     for (index, model) in models.iter().enumerate() {
         check_endpoint(&model.endpoint, index)?;
         check_stream(check_kind(&model.kind, index)?, model.stream.as_deref(), index)?;

@@ -7,7 +7,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use serde::{Deserialize, Serialize};
 
-use super::input::body;
+use super::input::object;
 use crate::app::App;
 use crate::clock;
 use crate::config::seconds_to_duration;
@@ -71,7 +71,7 @@ pub(super) async fn state(State(app): State<Arc<App>>) -> Result<Json<ProxyState
 /// `POST /proxy/pause`. The owner of a live pause may renew it; a pause without an owner may be taken over by anyone. Answers
 /// once every gateway on the store keeps the pause: what `inflight` counts from here on was there before it.
 pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Result<Json<ProxyState>, ApiError> {
-    let asked: PauseBody = body(&read_body(&app, request).await?)?;
+    let asked: PauseBody = object(&read_body(&app, request).await?)?;
     let lease = asked.lease_seconds.unwrap_or(app.config.pause_lease_seconds);
     if seconds_to_duration(lease).is_none() {
         let loc = vec!["body".into(), "lease_seconds".into()];
@@ -102,7 +102,7 @@ pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Resu
 /// `POST /proxy/resume`: with an owner ends that owner's pause only, without one any pause.
 pub(super) async fn resume(State(app): State<Arc<App>>, request: Request) -> Result<Json<ProxyState>, ApiError> {
     let raw = read_body(&app, request).await?;
-    let ResumeBody { owner } = if raw.is_empty() { ResumeBody::default() } else { body(&raw)? };
+    let ResumeBody { owner } = if raw.is_empty() { ResumeBody::default() } else { object(&raw)? };
     let _one_at_a_time = app.pausing.lock().await;
     loop {
         let before = app.store.pause().await?;

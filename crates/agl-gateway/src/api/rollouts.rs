@@ -10,7 +10,7 @@ use axum::http::{StatusCode, Uri};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::input::{Query, body, check_id};
+use super::input::{Object, Query, check_id, object, objects};
 use crate::app::App;
 use crate::clock;
 use crate::error::ApiError;
@@ -24,7 +24,7 @@ pub(super) async fn create(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<(StatusCode, Json<Vec<Rollout>>), ApiError> {
-    let creates: Vec<RolloutCreate> = body(&read_body(&app, request).await?)?;
+    let creates: Vec<RolloutCreate> = objects(&read_body(&app, request).await?)?;
     let now = clock::now();
     let rollouts = creates.into_iter().enumerate().map(|(index, create)| {
         if let Some(id) = &create.rollout_id {
@@ -89,7 +89,7 @@ pub(super) async fn get(State(app): State<Arc<App>>, Path(rollout_id): Path<Stri
 #[derive(Deserialize)]
 struct Patch {
     #[serde(default)]
-    status: Option<StatusPatch>,
+    status: Option<Object<StatusPatch>>,
 }
 
 /// `PATCH /api/rollouts/{id}` with `{"status": {…}}`.
@@ -98,8 +98,8 @@ pub(super) async fn patch(
     Path(rollout_id): Path<String>,
     request: Request,
 ) -> Result<Json<Rollout>, ApiError> {
-    let Patch { status } = body(&read_body(&app, request).await?)?;
-    Ok(Json(app.store.patch_rollout(&rollout_id, status.unwrap_or_default(), clock::now()).await?))
+    let Patch { status } = object(&read_body(&app, request).await?)?;
+    Ok(Json(app.store.patch_rollout(&rollout_id, status.unwrap_or_default().0, clock::now()).await?))
 }
 
 /// `DELETE /api/rollouts/{id}`: idempotent.
@@ -165,7 +165,7 @@ struct ConsumedBody {
 
 /// `POST /api/rollouts/consumed`: the checkpoint of this step, which trained on these rollouts, is on disk. Idempotent.
 pub(super) async fn consumed(State(app): State<Arc<App>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let ConsumedBody { run_id, step, rollout_ids } = body(&read_body(&app, request).await?)?;
+    let ConsumedBody { run_id, step, rollout_ids } = object(&read_body(&app, request).await?)?;
     let marked = app.store.mark_consumed(&run_id, step, rollout_ids).await?;
     Ok(Json(json!({"status": "ok", "marked": marked})))
 }

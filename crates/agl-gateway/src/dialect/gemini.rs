@@ -279,7 +279,7 @@ pub(crate) fn answer(whole: &Value, model: Option<&str>, call_id: &str) -> Optio
     let usage = first.usage;
     let mut counts = json!({
         "promptTokenCount": usage.prompt, "candidatesTokenCount": usage.completion.saturating_sub(usage.reasoning),
-        "totalTokenCount": usage.prompt + usage.completion,
+        "totalTokenCount": usage.prompt.saturating_add(usage.completion),
     });
     if usage.cached > 0 {
         counts["cachedContentTokenCount"] = usage.cached.into();

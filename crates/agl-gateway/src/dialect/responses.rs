@@ -368,7 +368,7 @@ pub(crate) fn answer(answer: &ChatAnswer, echo: &Echo, call_id: &str) -> Value {
         "usage": {
             "input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached},
             "output_tokens": usage.completion, "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-            "total_tokens": usage.prompt + usage.completion,
+            "total_tokens": usage.prompt.saturating_add(usage.completion),
         },
     });
     for (key, value) in &echo.repeated {

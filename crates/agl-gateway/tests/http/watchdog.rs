@@ -68,9 +68,9 @@ async fn a_write_that_does_not_commit_and_deliveries_that_are_not_written_are_na
 }
 
 #[tokio::test]
+#[expect(clippy::disallowed_methods, reason = "the gateway runs on this very thread, which is to come late")]
 async fn an_event_loop_that_comes_late_is_counted() {
     let scene = Scene::with(watchful()).await;
-    // The gateway runs on this very thread.
     std::thread::sleep(Duration::from_millis(700));
     let late = async || metric(&scene, "agl_gateway_event_loop_late_total").await >= 1.0;
     until("it is counted", late).await;

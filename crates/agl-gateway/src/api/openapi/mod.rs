@@ -91,9 +91,10 @@ mod tests {
         let router = served().await;
         // The router does not tell its paths, except to whoever debugs it.
         let printed = format!("{router:?}");
+        let printed = printed.split("fallback_router").next().unwrap();
         let paths: BTreeSet<&str> =
             printed.split('"').filter(|part| part.starts_with('/') && !part.contains("__private")).collect();
-        assert!(paths.len() > 30, "{printed}");
+        assert!(paths.len() > 30, "{paths:?}");
         let mut routed = BTreeSet::new();
         for path in &paths {
             let filled: String = path
@@ -206,7 +207,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn answers_have_the_fields_that_are_document() {
+    async fn answers_have_the_fields_that_are_described() {
         let (router, document) = (served().await, document());
         sent(&router, "POST", "/api/rollouts", r#"[{"rollout_id": "r", "input": {}}]"#).await;
         for (method, path, name) in [

@@ -206,7 +206,10 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
                     field("is_train", flag("Train or validation")),
                     field("config", maybe("RolloutConfig")),
                     field("metadata", maybe_free("What the trainer wants to find again")),
-                    field("rollout_id", maybe_text("A known id gives the existing rollout untouched")),
+                    field(
+                        "rollout_id",
+                        maybe_text("A known id gives the existing rollout untouched; 1 to 200 bytes, without / and \\"),
+                    ),
                     field("retry_of", maybe_text("The rollout that this one repeats")),
                 ],
             ),
@@ -324,7 +327,10 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
         ),
         (
             "AttemptCreate",
-            closed(object("An attempt to make", [field("attempt_id", maybe_text("The next number if absent"))])),
+            closed(object(
+                "An attempt to make",
+                [field("attempt_id", maybe_text("The next number if absent; 1 to 200 bytes, without / and \\"))],
+            )),
         ),
         ("Attempt", object("One try at a rollout", attempt.clone())),
         ("AttemptGrant", object("A new attempt with its keys", attempt.into_iter().chain(keys))),
@@ -454,7 +460,7 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
                 "An inference server, keyed by model and endpoint",
                 [
                     needed("model", text("The name that callers ask for")),
-                    needed("endpoint", text("Base URL including /v1")),
+                    needed("endpoint", text("Base URL including /v1; http or https")),
                     field("version", count("The training step of the weights it serves")),
                     field("kind", name("What it understands beyond the common interface", &Kind::ALL.map(Kind::name))),
                     field(
