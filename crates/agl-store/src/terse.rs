@@ -210,7 +210,6 @@ fn push_decimal(text: &mut Vec<u8>, mut value: u64) {
     let mut at = digits.len();
     loop {
         at -= 1;
-        #[expect(clippy::cast_possible_truncation, reason = "a digit")]
         let digit = (value % 10) as u8;
         digits[at] = b'0' + digit;
         value /= 10;
