@@ -17,6 +17,7 @@ use crate::app::App;
 use crate::error::ApiError;
 
 pub(crate) mod answer;
+pub(crate) mod aside;
 pub(crate) mod attempt_tree;
 pub(crate) mod call;
 pub(crate) mod count;
