@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn ids_take_as_many_bytes_as_their_size_needs() {
         assert_eq!(again("[1,22,333,4444,55555]"), 1 + 1 + 2 + 1 + 1 + 2 + 2 + 3 + 1);
-        assert_eq!(again(r#"45,12345,67890,1,2,3],"b":["#), 1 + 2 + 1 + 2 + 3 + 3 + 3 + 7);
+        assert_eq!(again(r#"45,12345,67890,1,2,3],"b":["#), 1 + 2 + 1 + 2 + 2 + 3 + 3 + 7);
     }
 
     #[test]
