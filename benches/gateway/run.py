@@ -96,15 +96,6 @@ class Process:
                 pages += int(statm.read().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def cpu(self):
-        """Seconds of processor time so far."""
-        ticks = 0
-        for pid in self.family():
-            with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/stat") as stat:
-                fields = stat.read().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
     def descriptors(self):
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
@@ -230,12 +221,10 @@ def compare_shape(options, shape, of_nginx, of_original, is_open):
 
         resident = {target: [servers[target].resident()] for target in targets}
         rates = {target: [] for target in targets}
-        busy = {target: [] for target in targets}
         for number in range(options.rounds + 1):
             for target in targets:
-                before, cpu = beside(), servers[target].cpu()
+                before = beside()
                 result = play(target, options.seconds if number else 1.5)
-                cpu = (servers[target].cpu() - cpu) / max(result["calls"], 1) * 1e6
                 needed[target] = int(result["rate"] * (options.seconds + 0.5) * 1.4 / turns) + 64
                 if number == 0:
                     resident[target] = [servers[target].resident()]
@@ -243,11 +232,10 @@ def compare_shape(options, shape, of_nginx, of_original, is_open):
                     continue
                 calls[target] += result["calls"]
                 rates[target].append(result["rate"])
-                busy[target].append(cpu)
                 resident[target].append(servers[target].resident())
                 print(
                     f"  round {number} {target:9} {result['rate']:9,.0f} calls/s  p50 {result['p50_ms']:.2f} ms"
-                    f"  p99 {result['p99_ms']:.2f} ms  {cpu:,.0f} µs of processor a call  resident {megabytes(resident[target][-1])}  (load before: {before})",
+                    f"  p99 {result['p99_ms']:.2f} ms  resident {megabytes(resident[target][-1])}  (load before: {before})",
                     flush=True,
                 )
         failed = []
@@ -262,7 +250,6 @@ def compare_shape(options, shape, of_nginx, of_original, is_open):
             grown = (resident[target][-1] - resident[target][0]) / max(calls[target], 1)
             print(
                 f"  {target:9} median {statistics.median(found):9,.0f} calls/s ({min(found):,.0f} – {max(found):,.0f}),"
-                f" {statistics.median(busy[target]):,.0f} µs of processor a call,"
                 f" resident {megabytes(resident[target][0])} → {megabytes(resident[target][-1])}"
                 f" over {calls[target]:,} calls: {grown:,.0f} bytes a call"
             )

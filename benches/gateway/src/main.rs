@@ -61,7 +61,11 @@ fn serve(config: &str) -> anyhow::Result<()> {
     runtime.block_on(async {
         let mut end = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
         let gateway = Gateway::bind(config).await?;
-        gateway.serve(async move { drop(end.recv().await) }).await?;
+        gateway
+            .serve(async move {
+                let _signal = end.recv().await;
+            })
+            .await?;
         Ok(())
     })
 }

@@ -10,6 +10,7 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use hyper::service::Service;
 use hyper_util::service::TowerToHyperService;
 use serde::de::IgnoredAny;
@@ -97,7 +98,7 @@ fn understood(kind: u8, raw: &[u8]) -> Option<(RequestBody, Voice)> {
     let kind = kind % KINDS;
     let translated = match kind {
         0 | 1 => {
-            let body = RequestBody::parse(raw).ok()?;
+            let body = RequestBody::parse(&Bytes::copy_from_slice(raw)).ok()?;
             let usage = body.is_true_in("stream_options", "include_usage");
             let detail = if usage { Detail::IncludeUsage } else { Detail::Nothing };
             let dialect = if kind == 0 { Dialect::Chat } else { Dialect::Completions };
@@ -242,9 +243,11 @@ fn sent(request: Request) -> Response {
 
 #[cfg(test)]
 mod tests {
+    type Target = (&'static str, fn(&[u8]));
+
     #[test]
     fn the_seeds_of_the_fuzzers_pass() {
-        let targets: [(&str, fn(&[u8])); 5] = [
+        let targets: [Target; 5] = [
             ("request", super::request),
             ("answer", super::answer),
             ("headers", super::headers),

@@ -3,9 +3,11 @@
 //! A cache: an attempt that is not here begins anew with bodies that stand alone.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::num::NonZero;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
+use tokio::sync::Semaphore;
 
 use crate::delta::shared_prefix;
 use crate::record::CallRecord;
@@ -132,6 +134,10 @@ impl<P> Said<P> {
 /// Bodies larger than this are compressed on a blocking thread.
 const LARGE_BODY_BYTES: usize = 64 * 1024;
 
+/// More at once than there are processors would only use more memory: every thread keeps what it has freed.
+static COMPRESSING: LazyLock<Semaphore> =
+    LazyLock::new(|| Semaphore::new(std::thread::available_parallelism().map_or(2, NonZero::get)));
+
 /// Compresses a call's bodies, behind those of `base` if there is one.
 pub(crate) async fn pack<P: Send + Sync + 'static>(
     call: &CallRecord,
@@ -149,5 +155,11 @@ pub(crate) async fn pack<P: Send + Sync + 'static>(
         let answer = (!response.is_empty()).then(|| behind(&response, base.and_then(|said| said.response.as_ref())));
         Ok(Packed { request: packed, response: answer.transpose()? })
     };
-    if is_large { tokio::task::spawn_blocking(compress).await.unwrap_or(Err(StoreError::Closed)) } else { compress() }
+    if !is_large {
+        return compress();
+    }
+    let turn = COMPRESSING.acquire().await;
+    let packed = tokio::task::spawn_blocking(compress).await.unwrap_or(Err(StoreError::Closed));
+    drop(turn);
+    packed
 }

@@ -129,7 +129,8 @@ pub trait Store: Send + Sync + 'static {
     async fn secret(&self, name: &'static str, fresh: [u8; 32]) -> Result<[u8; 32], StoreError>;
 
     /// How many bytes the content takes. Room that deletions have freed and that will be used again does not count: the figure
-    /// falls when rollouts are deleted, and retention's `max_bytes` relies on that.
+    /// falls when rollouts are deleted, and retention's `max_bytes` relies on that. Only a Postgres database shrinks when its server
+    /// sees fit: the setting is refused there.
     async fn stored_bytes(&self) -> Result<u64, StoreError>;
 
     /// Entries of the change log after `after`, at most `limit`. Of a deleted rollout only its deletion may be left.

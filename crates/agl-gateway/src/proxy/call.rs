@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 
 use super::LARGE_BODY_BYTES;
 use super::answer::{self, Answer};
+use super::aside::aside;
 use super::attempt_tree::{CallResult, Finished, Recorded};
 use super::entry::{Caller, Prepared};
 use super::event::{Described, event_data, seed};
@@ -246,7 +247,7 @@ async fn read_answer(body: &Bytes, version: u64) -> Answer {
         return answer::read(body, version);
     }
     let body = body.clone();
-    tokio::task::spawn_blocking(move || answer::read(&body, version)).await.unwrap_or_default()
+    aside(move || answer::read(&body, version)).await.unwrap_or_default()
 }
 
 impl From<RecordError> for ApiError {

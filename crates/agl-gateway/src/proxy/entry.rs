@@ -12,7 +12,8 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::recorder::{AttemptKey, RecordError};
+use super::aside::aside;
+use super::recorder::AttemptKey;
 use super::request::{Mode, RequestBody, UpstreamPath, digest};
 use super::{LARGE_BODY_BYTES, count, models, read_body, reply};
 use crate::app::App;
@@ -169,11 +170,7 @@ async fn answer(
             let prepared = prepare(&raw, &remembered)?;
             Ok::<_, ApiError>((prepared, digest(&raw, &place)))
         };
-        let (prepared, digest) = if is_large {
-            tokio::task::spawn_blocking(prepare).await.map_err(|_| RecordError::Lost)??
-        } else {
-            prepare()?
-        };
+        let (prepared, digest) = if is_large { aside(prepare).await?? } else { prepare()? };
         reply::give(app, caller, prepared, digest, started).await
     };
     answered.await.unwrap_or_else(|error: ApiError| dialect.error(error).into_response())

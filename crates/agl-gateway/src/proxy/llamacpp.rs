@@ -66,7 +66,6 @@ pub(super) async fn call(
         if !complaints.is_empty() {
             tracing::warn!(
                 server = server.endpoint,
-                rollout = ask.rollout_id,
                 complaints = complaints.join("; "),
                 "llama.cpp's answer is recorded without token ids"
             );

@@ -22,6 +22,7 @@ use crate::config::duration;
 use crate::error::ApiError;
 
 pub(crate) mod answer;
+pub(crate) mod aside;
 pub(crate) mod attempt_tree;
 pub(crate) mod call;
 pub(crate) mod count;

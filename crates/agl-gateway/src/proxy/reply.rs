@@ -24,12 +24,13 @@ use tracing::Instrument;
 
 use super::LARGE_BODY_BYTES;
 use super::answer;
+use super::aside::aside;
 use super::attempt_tree::Recorded;
 use super::call::Call;
 use super::entry::{Caller, Prepared};
 use super::flights::Outcome;
 use super::live::{Heard, Line, Listener, Words};
-use super::recorder::{AttemptKey, Handover, RecordError};
+use super::recorder::{AttemptKey, Handover};
 use super::upstream::UpstreamAnswer;
 use crate::app::App;
 use crate::config::duration;
@@ -91,7 +92,7 @@ impl Reply {
         let call_id = call_id.to_owned();
         let is_large = body.len() > LARGE_BODY_BYTES;
         let tell = move || voice.tell(&body, &call_id);
-        let told = if is_large { tokio::task::spawn_blocking(tell).await.ok().flatten() } else { tell() };
+        let told = if is_large { aside(tell).await.ok().flatten() } else { tell() };
         let told = told.ok_or_else(|| ApiError::new(StatusCode::BAD_GATEWAY, NO_COMPLETION))?;
         let content_type = Some(HeaderValue::from_static(told.content_type));
         Ok(Self::of(status, content_type, retry_after, told.body))
@@ -185,7 +186,7 @@ async fn replay(
     let events = app.store.events(&key.rollout_id, &key.attempt_id, Some(MODEL_REQUEST)).await?;
     let is_it = |event: &&StoredEvent| event.event.data.get("call_id").is_some_and(|id| *id == call_id);
     let Some(response) = events.iter().find(is_it).and_then(|event| event.response.clone()) else { return Ok(None) };
-    let body = tokio::task::spawn_blocking(move || response.read()).await.map_err(|_| RecordError::Lost)??;
+    let body = aside(move || response.read()).await??;
     let read = answer::read(&body, 0);
     // What is no answer is not given twice.
     if read.choices.is_empty() {

@@ -91,12 +91,12 @@ impl RequestBody {
 
     /// The whole number under the key, if it is one.
     pub(crate) fn number(&self, key: &str) -> Option<u64> {
-        serde_json::from_str(self.get(key)?.get()).ok()
+        serde_json::from_slice(self.get(key)?).ok()
     }
 
     /// The value under the key, if it is there.
     pub(crate) fn value(&self, key: &str) -> Option<Value> {
-        serde_json::from_str(self.get(key)?.get()).ok()
+        serde_json::from_slice(self.get(key)?).ok()
     }
 
     /// The values under the key, if it holds a list.

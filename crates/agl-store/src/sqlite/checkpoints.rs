@@ -18,7 +18,7 @@ use crate::StoreError;
 /// How often it is looked whether there is something to move.
 const EVERY: Duration = Duration::from_millis(100);
 /// The log begins anew once it is as long as this, in pages.
-const LONG_LOG: i64 = 8000;
+const LONG_LOG: i64 = 2000;
 
 /// See the [module](self). Held by the writer; its thread ends with it.
 #[derive(Debug)]
