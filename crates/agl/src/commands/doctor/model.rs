@@ -148,6 +148,7 @@ async fn register(
         trainable: Some(true),
         upstream_model,
         api_key_env: None,
+        stream: None,
     };
     client.register_models(&[model]).await?;
     Ok(())

@@ -93,7 +93,7 @@ impl Agent {
             client,
             http: reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(60)).build().unwrap(),
             harness: Harness::of(number),
-            counts_retries: number / 8 % 2 == 0,
+            counts_retries: (number / 8).is_multiple_of(2),
             notes,
         }
     }

@@ -101,7 +101,8 @@ fn answered_calls<'a>(id: &str, events: &'a [Event]) -> HashMap<&'a str, Sampled
     for event in calls.filter(|event| event.data["http_status"] == 200) {
         let (request, response) = (&event.data["request"], &event.data["response"]);
         let call_id = event.data["call_id"].as_str().unwrap();
-        let asked = read_request(true, request).unwrap_or_else(|error| panic!("{id} {call_id}: {error}"));
+        let asked = read_request(true, request, agl_mock_llm::Shape::default())
+            .unwrap_or_else(|error| panic!("{id} {call_id}: {error}"));
         let mut sampled = encode(&asked.last_text);
         sampled.push(MESSAGE_END);
         let prompt = asked.prompts[0].clone();

@@ -71,6 +71,7 @@ fn server(model: &MockLlm) -> Model {
         trainable: None,
         upstream_model: None,
         api_key_env: None,
+        stream: None,
     }
 }
 
