@@ -111,7 +111,7 @@ check_kills() {
   local store=""
   case "${1:-sqlite}" in
     sqlite) ;;
-    postgres) store="${AGL_TEST_POSTGRES:-}"; [ -n "$store" ] || die "AGL_TEST_POSTGRES is not set: give it as postgres://USER@HOST/DATABASE" ;;
+    postgres) need_postgres; store="$AGL_TEST_POSTGRES" ;;
     *) die "check kills knows sqlite and postgres, not $1" ;;
   esac
   AGL_TEST_KILLS_STORE="$store" cargo test --workspace --test binary -- --ignored --nocapture --exact \
