@@ -8,7 +8,7 @@ use super::Sql;
 use crate::StoreError;
 
 /// Fewer free pages than this are left for what is written next.
-const SPARE_PAGES: i64 = 1024;
+const SPARE_PAGES: i64 = 256;
 
 /// The bytes of all pages that hold something.
 pub(super) fn in_use(sql: &Sql<'_>) -> Result<u64, StoreError> {
@@ -31,7 +31,7 @@ pub(super) fn give_back(sql: &Sql<'_>) -> Result<(), StoreError> {
     )?;
     if counts.is_some_and(|(pages, free)| free > SPARE_PAGES && free > pages / 4) {
         // A row for each page.
-        sql.all("PRAGMA incremental_vacuum(256)", [], |_| Ok(()))?;
+        sql.all("PRAGMA incremental_vacuum(64)", [], |_| Ok(()))?;
     }
     Ok(())
 }
