@@ -6,7 +6,7 @@ run_bench() {
   case "$name" in
     assembly) cargo bench --package agl-core --bench assembly ;;
     gateway) need_python; bench_gateway "$@" ;;
-    storage) need_python; build_gateway_bench; python3 benches/gateway/run.py storage --bench "$GATEWAY_BENCH" "$@" ;;
+    storage) need_python; build_gateway_bench; python3 benches/gateway/run.py storage "$@" --bench "$GATEWAY_BENCH" ;;
     engine) need_python; python3 scripts/parity/run.py bench ;;
     spawn) cargo run --release --package agl-controller --example spawn_latency -- "$@" ;;
     *) cat >&2 <<'HELP'
@@ -29,7 +29,7 @@ bench_gateway() {
   python="$(original_python)"
   have nginx || install_packages nginx || die "nginx is missing"
   build_gateway_bench
-  python3 benches/gateway/run.py gateway --bench "$GATEWAY_BENCH" --python "$python" "$@"
+  python3 benches/gateway/run.py gateway "$@" --bench "$GATEWAY_BENCH" --python "$python"
 }
 
 # Agent Lightning wants Python 3.12. AGL_PYTHON312 names one where python3 is older.

@@ -10,7 +10,7 @@ run_check() {
       "$(python_environment schemathesis schemathesis==4.32.5)" scripts/schemathesis/run.py "$@" ;;
     fuzz) need_rust; check_fuzz "$@" ;;
     soak) need_rust; need_python; source scripts/bench.sh; build_gateway_bench
-      python3 benches/gateway/run.py soak --bench "$GATEWAY_BENCH" "$@" ;;
+      python3 benches/gateway/run.py soak "$@" --bench "$GATEWAY_BENCH" ;;
     harnesses) need_rust; need_python; cargo build --release --workspace --bin agl --bin agl-mock-llm; python3 scripts/harnesses/run.py "$@" ;;
     kills) need_rust; check_kills "$@" ;;
     llamacpp) need_rust; need_python; build; check_llamacpp "$@" ;;
