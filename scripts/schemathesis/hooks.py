@@ -26,7 +26,8 @@ def usable(value, name=None):
         return {key: usable(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
         return [usable(inner) for inner in value]
-    if isinstance(value, float) and value.is_integer():
+    # Beyond that a whole number is no number of JSON's any more.
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, str) and name in ("rollout_id", "attempt_id"):
         return f"made-up-{len(value)}"

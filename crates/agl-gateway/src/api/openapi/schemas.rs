@@ -31,6 +31,19 @@ pub(super) fn text(what: &str) -> Value {
     typed("string", what)
 }
 
+/// Ids of callers: what is said of them beside stays to be said, the pattern counts characters and not bytes.
+const ID: &str = r"^[^/\\\x00-\x1f\x7f-\x9f.][^/\\\x00-\x1f\x7f-\x9f]{0,199}$";
+
+fn text_like(pattern: &str, what: &str) -> Value {
+    let mut schema = text(what);
+    schema["pattern"] = pattern.into();
+    schema
+}
+
+fn maybe_text_like(pattern: &str, what: &str) -> Value {
+    or_null(text_like(pattern, what))
+}
+
 fn maybe_text(what: &str) -> Value {
     or_null(text(what))
 }
@@ -208,7 +221,10 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
                     field("metadata", maybe_free("What the trainer wants to find again")),
                     field(
                         "rollout_id",
-                        maybe_text("A known id gives the existing rollout untouched; 1 to 200 bytes, without / and \\"),
+                        maybe_text_like(
+                            ID,
+                            "A known id gives the existing rollout untouched; 1 to 200 bytes, without / and \\",
+                        ),
                     ),
                     field("retry_of", maybe_text("The rollout that this one repeats")),
                 ],
@@ -460,7 +476,7 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
                 "An inference server, keyed by model and endpoint",
                 [
                     needed("model", text("The name that callers ask for")),
-                    needed("endpoint", text("Base URL including /v1; http or https")),
+                    needed("endpoint", text_like("^https?://[A-Za-z0-9]", "Base URL including /v1; http or https")),
                     field("version", count("The training step of the weights it serves")),
                     field("kind", name("What it understands beyond the common interface", &Kind::ALL.map(Kind::name))),
                     field(
