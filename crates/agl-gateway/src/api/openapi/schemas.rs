@@ -68,6 +68,11 @@ fn number(what: &str) -> Value {
     typed("number", what)
 }
 
+/// Up to a year, a leap year at most.
+fn maybe_seconds(what: &str) -> Value {
+    or_null(said(json!({"type": "number", "minimum": 0, "maximum": 31_622_400}), what))
+}
+
 fn maybe_number(what: &str) -> Value {
     or_null(number(what))
 }
@@ -345,7 +350,10 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
             "AttemptCreate",
             closed(object(
                 "An attempt to make",
-                [field("attempt_id", maybe_text("The next number if absent; 1 to 200 bytes, without / and \\"))],
+                [field(
+                    "attempt_id",
+                    maybe_text_like(ID, "The next number if absent; 1 to 200 bytes, without / and \\"),
+                )],
             )),
         ),
         ("Attempt", object("One try at a rollout", attempt.clone())),
@@ -476,7 +484,7 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
                 "An inference server, keyed by model and endpoint",
                 [
                     needed("model", text("The name that callers ask for")),
-                    needed("endpoint", text_like("^https?://[A-Za-z0-9]", "Base URL including /v1; http or https")),
+                    needed("endpoint", text_like("^https?://.", "Base URL including /v1; http or https")),
                     field("version", count("The training step of the weights it serves")),
                     field("kind", name("What it understands beyond the common interface", &Kind::ALL.map(Kind::name))),
                     field(
@@ -496,7 +504,7 @@ pub(super) fn all() -> Vec<(&'static str, Value)> {
                     field("retry_after_seconds", count("What a caller that cannot be held is told to wait")),
                     field("reason", maybe_text("For a person")),
                     field("owner", maybe_text("Who may renew and end it")),
-                    field("lease_seconds", maybe_number("When it ends by itself")),
+                    field("lease_seconds", maybe_seconds("When it ends by itself")),
                 ],
             ),
         ),
