@@ -156,7 +156,8 @@ class Stage:
     def original(self):
         port = free_port()
         server = Path(self.python).parent / "agl-server"
-        settings = ["host=127.0.0.1", f"port={port}", f"key={KEY}", "default_proxy.model_name=policy"]
+        # Its configuration library writes a folder of its own into the folder that it is started in.
+        settings = [f"hydra.run.dir={self.folder / 'hydra'}", "host=127.0.0.1", f"port={port}", f"key={KEY}", "default_proxy.model_name=policy"]
         process = self.start([server, *settings], port, "original")
         self.register(port)
         return process

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, Sleep};
 
-use super::recorder::Handover;
+use super::deliveries::Handover;
 use crate::dialect::Voice;
 use crate::error::ApiError;
 

@@ -4,7 +4,8 @@
 //! 2. [`upstream`] passes the gate, picks a server of the model that [`routes`] name ([`servers`]) and sends in the form that
 //!    its [`kind`] takes, again if need be. llama.cpp's server has a form of its own ([`llamacpp`]).
 //! 3. [`answer`] finds token ids, log-probs and versions in what came back.
-//! 4. [`recorder`] writes [`event`], rows and bodies in one transaction, as the [`attempt_tree`] says.
+//! 4. [`recorder`] writes [`event`], rows and bodies in one transaction, as the [`attempt_tree`] says;
+//!    [`deliveries`] notes which answers left.
 //! 5. Only then the answer leaves, in the harness's dialect, and [`reply`] tells the recorder whether it was taken.
 //!
 //! A server that is registered so streams [`through`]: its words leave as they come ([`live`]), and the last of them after step 4.
@@ -26,6 +27,7 @@ pub(crate) mod aside;
 pub(crate) mod attempt_tree;
 pub(crate) mod call;
 pub(crate) mod count;
+pub(crate) mod deliveries;
 pub(crate) mod entry;
 pub(crate) mod event;
 pub(crate) mod flights;

@@ -13,11 +13,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use agl_core::trajectory::{Assembly, CallRow, Delivery, Level, TreeError};
-use agl_store::{Settlement, SharedStore, StoreError};
-use tokio::sync::{OwnedMutexGuard, mpsc, oneshot};
+use agl_core::trajectory::{Assembly, CallRow, Level, TreeError};
+use agl_store::{SharedStore, StoreError};
+use tokio::sync::{OwnedMutexGuard, mpsc};
 
 use super::attempt_tree::{AttemptTree, Finished, Recorded};
+use super::deliveries::{Parcel, SETTLE_EVERY, settle_deliveries};
 
 /// When the cached trees hold more tokens than this, those not used for longest go. About 4 bytes each.
 const MAX_CACHED_TOKENS: usize = 64 << 20;
@@ -27,18 +28,13 @@ const MAX_CACHED_TREES: usize = 8192;
 const NEWS_PATIENCE: Duration = Duration::from_secs(1);
 /// Each time that another gateway was faster it has recorded a call: so often in a row means that something is wrong.
 const MAX_RACES: u32 = 50;
-/// Deliveries are written together, so that they cost no commit of their own.
-const SETTLE_EVERY: Duration = Duration::from_millis(50);
-/// At most so many, since calls wait for their commit meanwhile.
-const SETTLE_TOGETHER: usize = 256;
-
 /// See the [module](self).
 pub(crate) struct Recorder {
-    store: SharedStore,
+    pub(super) store: SharedStore,
     /// Other gateways may record calls too: a dead one is known to be so after this lease.
     others: Option<Duration>,
     trees: Mutex<HashMap<AttemptKey, Entry>>,
-    outbox: mpsc::UnboundedSender<Parcel>,
+    pub(super) outbox: mpsc::UnboundedSender<Parcel>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -63,45 +59,6 @@ pub(crate) enum RecordError {
     Tree { rollout_id: String, attempt_id: String, source: TreeError },
     #[error("a task of the recorder ended early")]
     Lost,
-}
-
-/// A recorded answer on its way to the harness. Dropped before [`Handover::delivered`], it says that the harness hung up.
-pub(crate) struct Handover {
-    parcel: Option<Settled>,
-    outbox: mpsc::UnboundedSender<Parcel>,
-}
-
-struct Settled {
-    key: AttemptKey,
-    seqs: Vec<u64>,
-    digest: [u8; 32],
-    delivery: Delivery,
-    /// The tree has the answer as undelivered: it was given to a harness that asked again.
-    again: bool,
-}
-
-enum Parcel {
-    Settled(Settled),
-    /// Answered once everything sent before is written.
-    Flush(oneshot::Sender<()>),
-}
-
-impl Handover {
-    /// The answer has been given to the connection.
-    pub(crate) fn delivered(mut self) {
-        if let Some(parcel) = &mut self.parcel {
-            parcel.delivery = Delivery::Delivered;
-        }
-    }
-}
-
-impl Drop for Handover {
-    fn drop(&mut self) {
-        if let Some(parcel) = self.parcel.take() {
-            // Fails only when the gateway has stopped: the row then stays unsettled, which a retry after the restart respects.
-            let _stopped = self.outbox.send(Parcel::Settled(parcel));
-        }
-    }
 }
 
 impl Recorder {
@@ -183,24 +140,6 @@ impl Recorder {
         }))
     }
 
-    /// Gives an answer to the connection that waited for it; `None` where nothing depends on whether it takes it.
-    pub(crate) fn hand_over(&self, key: &AttemptKey, digest: [u8; 32], call: Recorded) -> Option<Handover> {
-        if !call.answered {
-            return None;
-        }
-        // Recorded as delivered, it needs news only if that is wrong; and the other way round.
-        let again = call.claimed || !call.delivered;
-        let parcel = Settled { key: key.clone(), seqs: call.seqs, digest, delivery: Delivery::Undelivered, again };
-        Some(Handover { parcel: Some(parcel), outbox: self.outbox.clone() })
-    }
-
-    /// Says that nobody waited for a recorded answer any more.
-    pub(crate) fn leave_behind(&self, key: &AttemptKey, digest: [u8; 32], call: Recorded) {
-        if call.delivered {
-            drop(self.hand_over(key, digest, call));
-        }
-    }
-
     /// The training sequences of an attempt. An answer whose harness has hung up is not among them, however shortly before.
     pub(crate) async fn sequences(&self, key: &AttemptKey, level: Level) -> Result<Assembly, RecordError> {
         self.flush().await;
@@ -219,21 +158,13 @@ impl Recorder {
         self.trees().retain(|key, _| key.rollout_id != rollout_id);
     }
 
-    /// Returns once every delivery reported so far is written.
-    pub(crate) async fn flush(&self) {
-        let (done, written) = oneshot::channel();
-        if self.outbox.send(Parcel::Flush(done)).is_ok() {
-            let _written = written.await;
-        }
-    }
-
     fn trees(&self) -> MutexGuard<'_, HashMap<AttemptKey, Entry>> {
         // A map of handles: whole after every statement.
         self.trees.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The attempt's tree, loaded and locked. It may lack what other gateways have recorded since it was used last.
-    async fn open(&self, key: &AttemptKey) -> Result<OpenTree, RecordError> {
+    pub(super) async fn open(&self, key: &AttemptKey) -> Result<OpenTree, RecordError> {
         let (tree, tokens) = self.handle(key);
         let mut guard = tree.lock_owned().await;
         if guard.as_ref().is_none_or(|attempt| attempt.stale) {
@@ -332,9 +263,9 @@ impl RecordError {
 }
 
 /// An attempt's tree, locked.
-type OpenTree = OwnedMutexGuard<Option<AttemptTree>>;
+pub(super) type OpenTree = OwnedMutexGuard<Option<AttemptTree>>;
 
-fn loaded(guard: &mut OpenTree) -> Result<&mut AttemptTree, RecordError> {
+pub(super) fn loaded(guard: &mut OpenTree) -> Result<&mut AttemptTree, RecordError> {
     guard.as_mut().ok_or(RecordError::Lost)
 }
 
@@ -357,95 +288,6 @@ fn evict(trees: &mut HashMap<AttemptKey, Entry>) {
         }
         trees.remove(&key);
         tokens -= held;
-    }
-}
-
-/// Notes in the trees at once who hung up, and writes all deliveries a little later, together.
-async fn settle_deliveries(recorder: std::sync::Weak<Recorder>, mut inbox: mpsc::UnboundedReceiver<Parcel>) {
-    while let Some(first) = inbox.recv().await {
-        let Some(recorder) = recorder.upgrade() else { return };
-        let mut settlements = Vec::new();
-        let mut waiting = None;
-        recorder.sort(first, &mut settlements, &mut waiting).await;
-        let deadline = tokio::time::sleep(SETTLE_EVERY);
-        tokio::pin!(deadline);
-        // Who flushes does not wait for company.
-        while waiting.is_none() && settlements.len() < SETTLE_TOGETHER {
-            tokio::select! {
-                () = &mut deadline => break,
-                parcel = inbox.recv() => match parcel {
-                    Some(parcel) => recorder.sort(parcel, &mut settlements, &mut waiting).await,
-                    None => break,
-                },
-            }
-        }
-        while settlements.len() < SETTLE_TOGETHER
-            && let Ok(parcel) = inbox.try_recv()
-        {
-            recorder.sort(parcel, &mut settlements, &mut waiting).await;
-        }
-        if !settlements.is_empty()
-            && let Err(error) = recorder.store.settle(settlements).await
-        {
-            tracing::warn!(%error, "deliveries are not written; after a restart these answers count as delivered unless asked for again");
-        }
-        for done in waiting.into_iter().flatten() {
-            let _gone = oneshot::Sender::send(done, ());
-        }
-    }
-}
-
-impl Recorder {
-    async fn sort(
-        &self,
-        parcel: Parcel,
-        settlements: &mut Vec<Settlement>,
-        waiting: &mut Option<Vec<oneshot::Sender<()>>>,
-    ) {
-        match parcel {
-            Parcel::Flush(done) => waiting.get_or_insert_default().push(done),
-            Parcel::Settled(settled) => {
-                let is_news = settled.again == (settled.delivery == Delivery::Delivered);
-                if is_news && !self.set_delivery(&settled).await {
-                    return;
-                }
-                if settled.again && !is_news {
-                    // It did not reach its second connection either: the next may have it.
-                    self.unclaim(&settled).await;
-                    return;
-                }
-                let Settled { key, seqs, delivery, .. } = settled;
-                let AttemptKey { rollout_id, attempt_id } = key;
-                settlements.push(Settlement { rollout_id, attempt_id, seqs, delivery });
-            }
-        }
-    }
-
-    /// Notes in the tree whether an answer has reached the harness. False where a retry has it: then the end of the first
-    /// connection is no news.
-    async fn set_delivery(&self, settled: &Settled) -> bool {
-        let Ok(mut guard) = self.open(&settled.key).await else { return true };
-        let Ok(attempt) = loaded(&mut guard) else { return true };
-        let delivered = settled.delivery == Delivery::Delivered;
-        if let Some(call) = attempt.asked_with(&settled.digest, &settled.seqs) {
-            if !delivered && call.claimed && call.delivered {
-                return false;
-            }
-            call.delivered = delivered;
-        }
-        for &seq in &settled.seqs {
-            // A tree that was rebuilt meanwhile has the row too.
-            let _unknown = attempt.tree.set_delivery(seq, settled.delivery);
-        }
-        true
-    }
-
-    async fn unclaim(&self, settled: &Settled) {
-        let Ok(mut guard) = self.open(&settled.key).await else { return };
-        let Ok(attempt) = loaded(&mut guard) else { return };
-        if let Some(call) = attempt.asked_with(&settled.digest, &settled.seqs) {
-            call.claimed = false;
-        }
     }
 }
 
