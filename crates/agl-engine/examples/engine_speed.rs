@@ -8,9 +8,9 @@ use std::time::Instant;
 
 use agl_engine::{Engine, EngineConfig, GenerateRequest, LossConfig, OptimConfig, SamplingParams, TrainRow};
 
-/// As the `agl` binary does: an allocator that keeps memory instead of giving it back after every tensor.
+/// As the `agl` binary does.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

@@ -1,19 +1,19 @@
-//! The newest bodies of the attempts under way, raw: what the next call of an attempt will mostly repeat.
+//! The newest bodies of the attempts under way, whole: what the next call of an attempt will mostly repeat.
 //!
 //! A cache: an attempt that is not here begins anew with bodies that stand alone.
 
 use std::collections::{HashMap, VecDeque};
-use std::num::NonZero;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use tokio::sync::Semaphore;
 
+use crate::aside::aside;
 use crate::delta::shared_prefix;
 use crate::record::CallRecord;
+use crate::terse::{Terse, shorten};
 use crate::{Body, StoreError};
 
-/// Of raw bodies together.
+/// Of whole bodies together.
 const MAX_BYTES: usize = 256 << 20;
 /// Conversations of one attempt: a main agent and its sub-agents take turns.
 const PER_ATTEMPT: usize = 4;
@@ -37,18 +37,49 @@ pub(crate) struct Said<P> {
     pub(crate) response: Option<Kept<P>>,
 }
 
-/// A body, raw and as it is stored.
+/// A body, whole and as it is stored.
 #[derive(Debug)]
 pub(crate) struct Kept<P> {
-    pub(crate) raw: Bytes,
+    pub(crate) said: Terse,
     pub(crate) body: Arc<Body>,
     pub(crate) place: P,
 }
 
 /// A call's bodies, compressed.
 pub(crate) struct Packed {
-    pub(crate) request: Body,
-    pub(crate) response: Option<Body>,
+    pub(crate) request: Sealed,
+    pub(crate) response: Option<Sealed>,
+}
+
+/// A body, and what the next one will repeat of it.
+pub(crate) struct Sealed {
+    pub(crate) body: Body,
+    said: Terse,
+}
+
+impl Packed {
+    /// True where either can only be read with the one that it was compressed behind.
+    pub(crate) fn stand_behind(&self) -> bool {
+        self.request.body.has_base() || self.response.as_ref().is_some_and(|response| response.body.has_base())
+    }
+
+    /// Compresses the bodies without a base.
+    pub(crate) fn alone(request: &[u8], response: &[u8], beside: &[u8]) -> Result<Self, StoreError> {
+        Self::of::<()>(shorten(request), response, beside, None)
+    }
+
+    fn of<P>(request: Terse, response: &[u8], beside: &[u8], base: Option<&Said<P>>) -> Result<Self, StoreError> {
+        let answered = base.and_then(|said| said.response.as_ref());
+        let response = (!response.is_empty()).then(|| Sealed::of(shorten(response), beside, answered));
+        let request = Sealed::of(request, b"", base.map(|said| &said.request))?;
+        Ok(Self { request, response: response.transpose()? })
+    }
+
+    /// What the next call may stand behind: `keep` says what the store needs of a body for that.
+    pub(crate) fn into_said<P: Copy>(self, keep: impl Fn(Body) -> Body, request: P, response: P) -> Said<P> {
+        let kept = |Sealed { body, said }: Sealed, place| Kept { said, body: Arc::new(keep(body)), place };
+        Said { request: kept(self.request, request), response: self.response.map(|sealed| kept(sealed, response)) }
+    }
 }
 
 impl<P> Default for Bases<P> {
@@ -63,11 +94,10 @@ impl<P: Send + Sync + 'static> Bases<P> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The call of the attempt whose request begins most like this one.
-    pub(crate) fn nearest(&self, call: &CallRecord) -> Option<Arc<Said<P>>> {
-        let inner = self.inner();
-        let calls = inner.attempts.get(&(call.rollout_id.clone(), call.attempt_id.clone()))?;
-        calls.iter().max_by_key(|said| shared_prefix(&said.request.raw, &call.request)).map(Arc::clone)
+    /// The calls of the attempt that this one may continue.
+    pub(crate) fn candidates(&self, call: &CallRecord) -> Candidates<P> {
+        let key = (call.rollout_id.clone(), call.attempt_id.clone());
+        Candidates(self.inner().attempts.get(&key).map(|calls| calls.iter().map(Arc::clone).collect()).unwrap_or_default())
     }
 
     /// Keeps a call in mind that has been stored.
@@ -79,7 +109,7 @@ impl<P: Send + Sync + 'static> Bases<P> {
         // The one that it continues has nothing left to give.
         let continued = calls
             .iter()
-            .position(|before| shared_prefix(&before.request.raw, &said.request.raw) * 2 > before.request.raw.len());
+            .position(|before| shared_prefix(before.text(), said.text()) * 2 > before.text().len());
         let full = (calls.len() >= PER_ATTEMPT).then_some(0);
         let gone = continued.or(full).and_then(|index| calls.remove(index)).map_or(0, |before| before.size());
         calls.push_back(Arc::new(said));
@@ -127,39 +157,61 @@ impl<P> Inner<P> {
 
 impl<P> Said<P> {
     fn size(&self) -> usize {
-        self.request.raw.len() + self.response.as_ref().map_or(0, |response| response.raw.len())
+        let response = self.response.as_ref().map_or(0, |response| response.said.size());
+        self.request.said.size() + response
+    }
+
+    fn text(&self) -> &[u8] {
+        &self.request.said.text
     }
 }
 
-/// Bodies larger than this are compressed on a blocking thread.
+/// See [`Bases::candidates`].
+pub(crate) struct Candidates<P>(Vec<Arc<Said<P>>>);
+
+impl<P> Default for Candidates<P> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<P> Candidates<P> {
+    /// The one whose request begins most like this one.
+    fn nearest(self, request: &Terse) -> Option<Arc<Said<P>>> {
+        self.0.into_iter().max_by_key(|said| shared_prefix(said.text(), &request.text))
+    }
+}
+
+/// Bodies larger than this are compressed [`aside`].
 const LARGE_BODY_BYTES: usize = 64 * 1024;
 
-/// More at once than there are processors would only use more memory: every thread keeps what it has freed.
-static COMPRESSING: LazyLock<Semaphore> =
-    LazyLock::new(|| Semaphore::new(std::thread::available_parallelism().map_or(2, NonZero::get)));
-
-/// Compresses a call's bodies, behind those of `base` if there is one.
+/// Compresses a call's bodies, behind those of the nearest of `candidates` if there is one, and says which that is. `beside` is what the
+/// store has at hand when it reads the answer.
 pub(crate) async fn pack<P: Send + Sync + 'static>(
     call: &CallRecord,
-    base: Option<Arc<Said<P>>>,
-) -> Result<Packed, StoreError> {
+    candidates: Candidates<P>,
+    beside: Bytes,
+) -> Result<(Packed, Option<Arc<Said<P>>>), StoreError> {
     let (request, response) = (call.request.clone(), call.response.clone());
     let is_large = request.len() + response.len() > LARGE_BODY_BYTES;
     let compress = move || {
-        let behind = |raw: &Bytes, kept: Option<&Kept<P>>| match kept {
-            Some(kept) => Body::compress_behind(raw, &kept.raw, Arc::clone(&kept.body)),
-            None => Body::compress(raw),
-        };
-        let base = base.as_deref();
-        let packed = behind(&request, base.map(|said| &said.request))?;
-        let answer = (!response.is_empty()).then(|| behind(&response, base.and_then(|said| said.response.as_ref())));
-        Ok(Packed { request: packed, response: answer.transpose()? })
+        let request = shorten(&request);
+        let base = candidates.nearest(&request);
+        Ok((Packed::of(request, &response, &beside, base.as_deref())?, base))
     };
     if !is_large {
         return compress();
     }
-    let turn = COMPRESSING.acquire().await;
-    let packed = tokio::task::spawn_blocking(compress).await.unwrap_or(Err(StoreError::Closed));
-    drop(turn);
-    packed
+    aside(compress).await.unwrap_or(Err(StoreError::Closed))
+}
+
+impl Sealed {
+    fn of<P>(mut said: Terse, beside: &[u8], base: Option<&Kept<P>>) -> Result<Self, StoreError> {
+        let body = Body::of(&said, beside, base.map(|base| (&base.said, Arc::clone(&base.body))))?;
+        // No other body has the same log-probs.
+        said.floats = Vec::new();
+        said.text.shrink_to_fit();
+        said.integers.shrink_to_fit();
+        Ok(Self { body, said })
+    }
 }

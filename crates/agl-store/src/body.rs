@@ -1,8 +1,9 @@
 //! Request and response bodies, compressed: they are most of what a store holds and are read rarely.
 //!
 //! A turn sends all that the turns before it sent. A body is therefore kept as what it adds to the one it continues
-//! ([`delta`]), so that a rollout's bodies grow with what its turns add and not with turns × context. In what is left numbers are
-//! shortened ([`terse`](crate::terse)), and the rest is compressed with zstd behind a dictionary of what such bodies are mostly made of.
+//! ([`delta`]), so that a rollout's bodies grow with what its turns add and not with turns × context. Before that its numbers are taken
+//! out ([`terse`](crate::terse)), and those that the store has beside the body anyway, in the call's rows, are only pointed to. The rest is
+//! compressed with zstd behind a dictionary of what such bodies are mostly made of.
 
 use std::cell::RefCell;
 use std::sync::{Arc, LazyLock};
@@ -14,7 +15,7 @@ use zstd::dict::{DecoderDictionary, EncoderDictionary};
 use crate::StoreError;
 use crate::codec::{Varints, push_varint};
 use crate::delta::{self, Delta, Encoded};
-use crate::terse::{restore, shorten};
+use crate::terse::{Terse, shorten};
 
 /// Favours speed: a body is compressed while a harness waits for its answer.
 const ZSTD_LEVEL: i32 = 1;
@@ -36,17 +37,20 @@ thread_local! {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Body {
     packed: Bytes,
+    /// What the store has beside it.
+    beside: Bytes,
     base: Option<Arc<Body>>,
     depth: u32,
 }
 
 impl Body {
-    /// Compresses. Takes about 3 ms per megabyte: large bodies belong on a blocking thread.
+    /// Compresses. Takes about 3 ms per megabyte: large bodies belong on a blocking thread. `beside` is what the store has at hand
+    /// whenever it reads the body, such as the call's token ids.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] where zstd fails, which it does only without memory.
-    pub fn compress(raw: &[u8]) -> Result<Self, StoreError> {
-        Ok(Self::from_stored(pack(&shorten(raw))?, None))
+    pub fn compress(raw: &[u8], beside: &[u8]) -> Result<Self, StoreError> {
+        Self::of(&shorten(raw), beside, None)
     }
 
     /// Compresses what continues `said`, whose body is `base`. Where too little of it is in `said`, or the chain would grow too
@@ -54,24 +58,25 @@ impl Body {
     ///
     /// # Errors
     /// As [`Self::compress`].
-    pub fn compress_behind(raw: &[u8], said: &[u8], base: Arc<Self>) -> Result<Self, StoreError> {
-        match delta::encode(raw, said).filter(|_| base.depth < LONGEST_CHAIN) {
-            Some(Encoded { copies, literals }) => {
-                let mut added = Vec::with_capacity(copies.len() + literals.len() + 8);
-                push_varint(&mut added, copies.len() as u64);
-                added.extend(copies);
-                added.extend(shorten(&literals));
-                Ok(Self::from_stored(pack(&added)?, Some(base)))
-            }
-            None => Self::compress(raw),
-        }
+    pub fn compress_behind(raw: &[u8], beside: &[u8], said: &[u8], base: Arc<Self>) -> Result<Self, StoreError> {
+        Self::of(&shorten(raw), beside, Some((&shorten(said), base)))
     }
 
-    /// A body as a store kept it, and the one it was compressed behind.
+    /// The same of bodies that have been shortened already.
+    pub(crate) fn of(said: &Terse, beside: &[u8], behind: Option<(&Terse, Arc<Self>)>) -> Result<Self, StoreError> {
+        let behind = behind.filter(|(_, base)| base.depth < LONGEST_CHAIN);
+        let content = Content::of(said, behind.as_ref().map(|(base, _)| *base));
+        let base = behind.map(|(_, base)| base).filter(|_| !content.is_alone());
+        let packed = pack(&content.write(beside))?;
+        Ok(Self { beside: Bytes::copy_from_slice(beside), ..Self::from_stored(packed, Bytes::new(), base) })
+    }
+
+    /// A body as a store kept it, what it was compressed beside, and the one it was compressed behind. One that stands alone does not
+    /// look at `base`.
     #[must_use]
-    pub fn from_stored(packed: Vec<u8>, base: Option<Arc<Self>>) -> Self {
+    pub fn from_stored(packed: Vec<u8>, beside: Bytes, base: Option<Arc<Self>>) -> Self {
         let depth = base.as_ref().map_or(0, |base| base.depth + 1);
-        Self { packed: packed.into(), base, depth }
+        Self { packed: packed.into(), beside, base, depth }
     }
 
     /// The compressed bytes, for a store to keep.
@@ -89,7 +94,7 @@ impl Body {
     /// What others may be compressed behind, where the store itself knows the bytes: the place in the chain without content.
     #[must_use]
     pub fn hollow(&self) -> Self {
-        Self { packed: Bytes::new(), base: None, depth: self.depth }
+        Self { packed: Bytes::new(), beside: Bytes::new(), base: None, depth: self.depth }
     }
 
     /// The bytes as they went over the wire.
@@ -97,30 +102,110 @@ impl Body {
     /// # Errors
     /// [`StoreError::Corrupt`] if these are not the bytes that were compressed.
     pub fn read(&self) -> Result<Vec<u8>, StoreError> {
-        let mut bodies = vec![self];
-        while let Some(base) = bodies.last().and_then(|body| body.base.as_deref()) {
-            bodies.push(base);
-        }
         let mut unpacker = Decompressor::with_prepared_dictionary(&DECODER).map_err(unreadable)?;
-        let mut chain: Vec<Delta> = Vec::with_capacity(bodies.len());
-        for body in bodies.iter().rev() {
+        // From this one down to the one that stands alone.
+        let mut contents: Vec<Content> = Vec::new();
+        let mut next = Some(self);
+        while let Some(body) = next {
             let raw = unpack(&mut unpacker, &body.packed).map_err(unreadable)?;
-            let delta = match chain.last() {
-                Some(base) => decode(&raw, base.len()),
-                None => restore(&raw).map(Delta::alone),
+            contents.push(Content::read(&raw, &body.beside).map_err(unreadable)?);
+            let is_whole = |part: fn(&Content) -> &Part| contents.iter().any(|content| part(content).copies.is_empty());
+            next = match is_whole(|content| &content.text) && is_whole(|content| &content.integers) {
+                true => None,
+                false => Some(body.base.as_deref().ok_or_else(|| unreadable("what it stands behind is missing"))?),
             };
-            chain.push(delta.map_err(unreadable)?);
         }
-        Ok(Delta::resolve(&chain))
+        let text = resolve(&contents, |content| &content.text).map_err(unreadable)?;
+        let integers = resolve(&contents, |content| &content.integers).map_err(unreadable)?;
+        let floats = contents.swap_remove(0).floats;
+        Terse { text, integers, floats }.restore().map_err(unreadable)
     }
 }
 
-/// What a body adds to one of `base_length` bytes.
-fn decode(added: &[u8], base_length: usize) -> Result<Delta, String> {
-    let mut numbers = Varints::new(added);
-    let length = numbers.next_usize()?;
-    let (copies, literals) = numbers.rest().split_at_checked(length).ok_or("copies that break off")?;
-    Delta::decode(copies, restore(literals)?, base_length)
+/// A part of the newest body, put together out of the same part of those that it stands behind.
+fn resolve(newest_first: &[Content], part: fn(&Content) -> &Part) -> Result<Vec<u8>, String> {
+    let alone = newest_first.iter().position(|content| part(content).copies.is_empty()).unwrap_or_default();
+    let mut chain: Vec<Delta> = Vec::with_capacity(alone + 1);
+    for content in newest_first[..=alone].iter().rev() {
+        let Part { copies, literals } = part(content);
+        chain.push(match chain.last() {
+            Some(base) => Delta::decode(copies, literals.clone(), base.len())?,
+            None => Delta::alone(literals.clone()),
+        });
+    }
+    Ok(Delta::resolve(&chain))
+}
+
+/// What is compressed of a body: what it adds to the one before it.
+struct Content {
+    text: Part,
+    integers: Part,
+    floats: Vec<u8>,
+}
+
+/// As in [`delta`]. Without copies it stands alone.
+#[derive(Default)]
+struct Part {
+    copies: Vec<u8>,
+    literals: Vec<u8>,
+}
+
+impl Part {
+    fn of(said: &[u8], base: Option<&[u8]>) -> Self {
+        match base.filter(|_| !said.is_empty()).and_then(|base| delta::encode(said, base)) {
+            Some(Encoded { copies, literals }) => Self { copies, literals },
+            None => Self { copies: Vec::new(), literals: said.to_vec() },
+        }
+    }
+}
+
+impl Content {
+    fn of(said: &Terse, base: Option<&Terse>) -> Self {
+        Self {
+            text: Part::of(&said.text, base.map(|base| &*base.text)),
+            integers: Part::of(&said.integers, base.map(|base| &*base.integers)),
+            floats: said.floats.clone(),
+        }
+    }
+
+    fn is_alone(&self) -> bool {
+        self.text.copies.is_empty() && self.integers.copies.is_empty()
+    }
+
+    /// Each part behind its length: text and its copies, the copies of integers; then how many bytes the literal integers are, the
+    /// copies of them and the floats out of what is beside, and the numbers that are not there.
+    fn write(self, beside: &[u8]) -> Vec<u8> {
+        let Self { text, integers, floats } = self;
+        let numbers = [&*integers.literals, &floats].concat();
+        let known = Part::of(&numbers, Some(beside));
+        let parts = [&text.copies, &text.literals, &integers.copies, &known.copies];
+        let length: usize = parts.iter().map(|part| part.len() + 4).sum();
+        let mut content = Vec::with_capacity(length + known.literals.len() + 8);
+        push_varint(&mut content, integers.literals.len() as u64);
+        for part in parts {
+            push_varint(&mut content, part.len() as u64);
+            content.extend_from_slice(part);
+        }
+        content.extend_from_slice(&known.literals);
+        content
+    }
+
+    fn read(content: &[u8], beside: &Bytes) -> Result<Self, String> {
+        let mut parts = Varints::new(content);
+        let length = parts.next_usize()?;
+        let mut next = || parts.next_slice().map(<[u8]>::to_vec);
+        let (text, copies, known) = (Part { copies: next()?, literals: next()? }, next()?, next()?);
+        let mut literals = parts.rest().to_vec();
+        if !known.is_empty() {
+            let numbers = Delta::decode(&known, literals, beside.len())?;
+            literals = Delta::resolve(&[Delta::alone(beside.to_vec()), numbers]);
+        }
+        if length > literals.len() {
+            return Err("integers that break off".to_owned());
+        }
+        let floats = literals.split_off(length);
+        Ok(Self { text, integers: Part { copies, literals }, floats })
+    }
 }
 
 fn pack(raw: &[u8]) -> Result<Vec<u8>, StoreError> {
@@ -150,20 +235,21 @@ fn unreadable(error: impl std::fmt::Display) -> StoreError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::codec;
 
     #[test]
     fn a_body_comes_back_as_it_was_and_takes_less_room() {
         let raw = br#"{"role":"user","content":"again"}"#.repeat(100);
-        let body = Body::compress(&raw).unwrap();
+        let body = Body::compress(&raw, b"").unwrap();
         assert_eq!(body.read().unwrap(), raw);
         assert!(body.stored().len() < raw.len() / 10);
     }
 
     #[test]
     fn bytes_that_are_no_body_are_an_error() {
-        assert!(Body::from_stored(b"not zstd".to_vec(), None).read().is_err());
-        let base = Arc::new(Body::compress(b"base").unwrap());
-        assert!(Body::from_stored(b"not zstd".to_vec(), Some(base)).read().is_err());
+        assert!(Body::from_stored(b"not zstd".to_vec(), Bytes::new(), None).read().is_err());
+        let base = Arc::new(Body::compress(b"base", b"").unwrap());
+        assert!(Body::from_stored(b"not zstd".to_vec(), Bytes::new(), Some(base)).read().is_err());
     }
 
     /// Text that does not compress by itself.
@@ -181,11 +267,11 @@ mod tests {
             said += &turn(number);
             let raw = format!("{said}]}}").into_bytes();
             let body = match &before {
-                Some((said, base)) => Body::compress_behind(&raw, said, Arc::clone(base)).unwrap(),
-                None => Body::compress(&raw).unwrap(),
+                Some((said, base)) => Body::compress_behind(&raw, b"", said, Arc::clone(base)).unwrap(),
+                None => Body::compress(&raw, b"").unwrap(),
             };
             stored += body.stored().len();
-            alone += Body::compress(&raw).unwrap().stored().len();
+            alone += Body::compress(&raw, b"").unwrap().stored().len();
             before = Some((raw.clone(), Arc::new(body.clone())));
             bodies.push((raw, body));
         }
@@ -201,10 +287,10 @@ mod tests {
     #[test]
     fn a_chain_that_grows_too_long_begins_anew() {
         let said = turn(1).into_bytes();
-        let mut body = Body::compress(&said).unwrap();
+        let mut body = Body::compress(&said, b"").unwrap();
         let mut alone = 0;
         for _ in 0..=LONGEST_CHAIN {
-            body = Body::compress_behind(&said, &said, Arc::new(body)).unwrap();
+            body = Body::compress_behind(&said, b"", &said, Arc::new(body)).unwrap();
             alone += u32::from(!body.has_base());
         }
         assert_eq!((alone, body.read().unwrap()), (1, said));
@@ -213,9 +299,28 @@ mod tests {
     #[test]
     fn what_is_unlike_its_base_stands_alone() {
         let (one, other) = (turn(1).into_bytes(), turn(2).into_bytes());
-        let base = Arc::new(Body::compress(&one).unwrap());
-        let body = Body::compress_behind(&other, &one, base).unwrap();
+        let base = Arc::new(Body::compress(&one, b"").unwrap());
+        let body = Body::compress_behind(&other, b"", &one, base).unwrap();
         assert!(!body.has_base());
         assert_eq!(body.read().unwrap(), other);
+    }
+
+    #[test]
+    fn numbers_that_are_beside_the_body_are_not_stored_again() {
+        let ids: Vec<u32> = (0..500_u32).map(|number| number.wrapping_mul(2_654_435_761) % 150_000).collect();
+        let log_probs: Vec<f32> = ids.iter().map(|&id| -0.01 - id as f32 / 1e5).collect();
+        let entries = log_probs.iter().map(|value| {
+            format!(r#"{{"token":"a","logprob":{:?},"bytes":[97],"top_logprobs":[]}}"#, f64::from(*value))
+        });
+        let raw = format!(r#"{{"logprobs":{{"content":[{}]}},"token_ids":{ids:?}}}"#, entries.collect::<Vec<_>>().join(","));
+        let raw = raw.replace(", ", ",").into_bytes();
+        let beside = [codec::ids_to_blob(&ids), codec::log_probs_to_blob(&log_probs)].concat();
+        let alone = Body::compress(&raw, b"").unwrap();
+        let body = Body::compress(&raw, &beside).unwrap();
+        assert!(alone.stored().len() > 3000 && body.stored().len() < 300, "{} {}", alone.stored().len(), body.stored().len());
+        assert_eq!(body.read().unwrap(), raw);
+        let stored = Body::from_stored(body.stored().to_vec(), beside.into(), None);
+        assert_eq!(stored.read().unwrap(), raw);
+        assert!(Body::from_stored(body.stored().to_vec(), Bytes::new(), None).read().is_err());
     }
 }

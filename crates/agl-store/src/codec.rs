@@ -24,10 +24,7 @@ impl Encoded {
             sampled: ids_from_blob(&sampled)?,
             log_probs: log_probs.as_deref().map(log_probs_from_blob).transpose()?,
             versions: versions_from_blob(&versions)?,
-            delivery: [Delivery::Delivered, Delivery::Undelivered, Delivery::Superseded]
-                .into_iter()
-                .find(|known| delivery_name(*known) == delivery)
-                .ok_or_else(|| format!("an unknown delivery {delivery:?}"))?,
+            delivery: delivery_of(&delivery)?,
             outcome: [CallOutcome::Ok, CallOutcome::Failed, CallOutcome::NoTokenIds]
                 .into_iter()
                 .find(|known| outcome_name(*known) == outcome)
@@ -43,6 +40,15 @@ pub(crate) fn delivery_name(delivery: Delivery) -> &'static str {
         Delivery::Undelivered => "undelivered",
         Delivery::Superseded => "superseded",
     }
+}
+
+/// The inverse of [`delivery_name`].
+pub(crate) fn delivery_of(name: &str) -> Result<Delivery, String> {
+    let known = [Delivery::Delivered, Delivery::Undelivered, Delivery::Superseded];
+    known
+        .into_iter()
+        .find(|known| delivery_name(*known) == name)
+        .ok_or_else(|| format!("an unknown delivery {name:?}"))
 }
 
 pub(crate) fn outcome_name(outcome: CallOutcome) -> &'static str {
@@ -158,6 +164,14 @@ impl<'a> Varints<'a> {
             }
         }
         Err("a varint that breaks off".to_owned())
+    }
+
+    /// A length and as many bytes.
+    pub(crate) fn next_slice(&mut self) -> Result<&'a [u8], String> {
+        let length = self.next_usize()?;
+        let (slice, rest) = self.0.split_at_checked(length).ok_or("bytes that break off")?;
+        self.0 = rest;
+        Ok(slice)
     }
 
     pub(crate) fn next_usize(&mut self) -> Result<usize, String> {

@@ -5,9 +5,10 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use rusqlite::{Connection, params};
 
-use crate::{Body, codec, sqlite};
+use crate::{Body, codec, rows, sqlite};
 
 /// Blobs as token ids, log-probs and versions; chains of bodies; rows of every table. The first byte chooses.
 pub fn stored(data: &[u8]) {
@@ -30,13 +31,18 @@ fn blobs(data: &[u8]) {
     if let Ok(runs) = codec::versions_from_blob(data) {
         assert_eq!(codec::versions_from_blob(&codec::versions_to_blob(&runs)).unwrap(), runs);
     }
+    if let Ok(calls) = rows::from_blob(data) {
+        // Log-probs may be no numbers, which are not equal to themselves.
+        let blob = rows::to_blob(&calls);
+        assert_eq!(rows::to_blob(&rows::from_blob(&blob).unwrap()), blob);
+    }
 }
 
 /// Bodies behind each other, none of which need be one.
 fn chain(data: &[u8]) {
     let mut base = None;
     for packed in data.split(|&byte| byte == b'|').take(4) {
-        let body = Arc::new(Body::from_stored(packed.to_vec(), base));
+        let body = Arc::new(Body::from_stored(packed.to_vec(), data.to_vec().into(), base));
         let _may_fail = body.read();
         base = Some(body);
     }
@@ -45,12 +51,12 @@ fn chain(data: &[u8]) {
 /// What is compressed comes back, behind whatever it stands.
 fn compressed(data: &[u8]) {
     let (said, raw) = data.split_at(data.len() / 2);
-    let base = Arc::new(Body::compress(said).unwrap());
-    let body = Body::compress_behind(raw, said, base).unwrap();
+    let base = Arc::new(Body::compress(said, b"").unwrap());
+    let body = Body::compress_behind(raw, said, said, base).unwrap();
     assert_eq!(body.read().unwrap(), raw);
     // As a store gives it back.
-    let base = Arc::new(Body::from_stored(Body::compress(said).unwrap().stored().to_vec(), None));
-    let back = Body::from_stored(body.stored().to_vec(), body.has_base().then_some(base));
+    let base = Arc::new(Body::from_stored(Body::compress(said, b"").unwrap().stored().to_vec(), Bytes::new(), None));
+    let back = Body::from_stored(body.stored().to_vec(), said.to_vec().into(), body.has_base().then_some(base));
     assert_eq!(back.read().unwrap(), raw);
 }
 
@@ -65,9 +71,9 @@ fn rows(data: &[u8]) {
             "INSERT INTO rollouts (number, rollout_id, state, run_id, body) VALUES (1, 'r', CAST(?1 AS TEXT), NULL, CAST(?2 AS TEXT))",
             "INSERT INTO terminal_order (rollout_id, state, data_id, is_train) VALUES ('r', CAST(?1 AS TEXT), CAST(?2 AS TEXT), 1)",
             "INSERT INTO changes (kind, rollout_id) VALUES (CAST(?1 AS TEXT), CAST(?2 AS TEXT))",
-            "INSERT INTO attempts (rollout_id, attempt_id, body) VALUES ('r', CAST(?1 AS TEXT), CAST(?2 AS TEXT))",
+            "INSERT INTO attempts (number, rollout_id, attempt_id, body) VALUES (1, 'r', '0', CAST(?1 AS TEXT)), (2, 'r', '1', CAST(?2 AS TEXT))",
             "INSERT INTO models (model, endpoint, body) VALUES (CAST(?1 AS TEXT), 'e', CAST(?2 AS TEXT))",
-            "INSERT INTO blobs (number, body, base) VALUES (1, ?1, NULL), (2, ?2, 1)",
+            "INSERT INTO deliveries (attempt, seq, delivery) VALUES (1, 0, CAST(?1 AS TEXT)), (1, 1, CAST(?2 AS TEXT))",
         ] {
             transaction.execute(statement, params![field(), field()]).unwrap();
         }
@@ -76,32 +82,21 @@ fn rows(data: &[u8]) {
         for name in ["pause", "secret"] {
             transaction.execute("INSERT INTO settings VALUES (?1, ?2)", params![name, field()]).unwrap();
         }
-        transaction
-            .execute(
-                "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, data, request, response, http_status)
-                 VALUES ('r', '0', CAST(?1 AS TEXT), 0.0, CAST(?2 AS TEXT), ?3, ?4, ?5)",
-                params![field(), field(), small(0), small(1), small(2) * 1000],
-            )
-            .unwrap();
-        for seq in [0, 1] {
+        for number in [1, 2] {
             transaction
                 .execute(
-                    "INSERT INTO calls VALUES ('r', '0', ?1, 'c', ?2, ?3, ?4, ?5, ?6, ?7, ?8, CAST(?9 AS TEXT),
-                                               CAST(?10 AS TEXT), ?11, ?12, ?13)",
+                    "INSERT INTO events (number, attempt, event_type, timestamp, data, http_status, digest, rows, base, request, response)
+                     VALUES (?1, 1, CAST(?2 AS TEXT), 0.0, CAST(?3 AS TEXT), ?4, ?5, ?6, ?7, ?8, ?9)",
                     params![
-                        seq,
-                        small(3),
-                        small(4),
-                        small(5),
+                        number,
                         field(),
                         field(),
+                        small(0) * 1000,
                         field(),
                         field(),
+                        Some(small(1)).filter(|base| *base != 0),
                         field(),
-                        field(),
-                        small(6),
-                        field(),
-                        small(7)
+                        field()
                     ],
                 )
                 .unwrap();

@@ -15,6 +15,7 @@ use agl_core::rollout::{Rollout, StatusPatch};
 use async_trait::async_trait;
 use tokio::sync::watch;
 
+mod aside;
 mod bases;
 pub mod body;
 mod codec;
@@ -27,9 +28,11 @@ pub mod memory;
 pub mod peers;
 pub mod postgres;
 pub mod record;
+mod rows;
 pub mod sqlite;
 mod terse;
 
+pub use aside::aside;
 pub use body::Body;
 pub use error::StoreError;
 pub use memory::MemoryStore;

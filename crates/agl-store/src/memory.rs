@@ -1,7 +1,7 @@
 //! A store in memory: for tests and throw-away runs. The reference for what the other stores must do.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use agl_core::attempt::{Attempt, AttemptPatch};
 use agl_core::event::{Event, EventCreate, MODEL_REQUEST};
@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use tokio::sync::watch;
 
-use crate::bases::{Bases, Kept, Packed, Said, pack};
+use crate::bases::{Bases, pack};
 use crate::record::{
     AttemptDetail, CallRecord, Change, ChangeKind, LastCall, Pause, RegisteredModel, RolloutQuery, Settlement,
     StoredCall, StoredEvent, TerminalItem, TerminalPage, Writer, run_id_of,
@@ -322,13 +322,10 @@ impl Store for MemoryStore {
     }
 
     async fn record_call(&self, call: CallRecord) -> Result<(), StoreError> {
-        let base = self.bases.nearest(&call);
-        let Packed { request, response } = pack(&call, base).await?;
-        let keep = |raw: &Bytes, body: &Body| Kept { raw: raw.clone(), body: Arc::new(body.clone()), place: () };
-        let said = Said {
-            request: keep(&call.request, &request),
-            response: response.as_ref().map(|body| keep(&call.response, body)),
-        };
+        let (packed, _base) = pack(&call, self.bases.candidates(&call), Bytes::new()).await?;
+        let (request, response) =
+            (packed.request.body.clone(), packed.response.as_ref().map(|response| response.body.clone()));
+        let said = packed.into_said(|body| body, (), ());
         let size = |body: &Body| body.stored().len();
         let bodies = size(&request) + response.as_ref().map_or(0, size);
         let tokens: usize = call.rows.iter().map(|row| 4 * row.inserted.len() + 8 * row.sampled.len()).sum();

@@ -1,118 +1,248 @@
-//! Numbers in JSON, shorter: token ids and log-probs are most of what a turn adds, and as digits a compressor can do little with them.
+//! Answers of inference servers, shorter: token ids and log-probs are most of what a turn adds, and as digits a compressor can do little
+//! with them; and the text of the answer stands there twice, once in pieces.
 //!
 //! This looks at bytes, not at JSON: what looks like a list of integers, a single-precision number as Python writes it, or an entry of
-//! `logprobs.content` as vLLM writes it, is replaced by a mark and its value, wherever writing the value gives back just these bytes.
-//! Marks are control characters, which JSON does not have; a text that has them stays as it is.
+//! `logprobs.content` as vLLM writes it, is replaced by a mark, and its value put aside, wherever writing the value gives back just these
+//! bytes. Of an entry whose token is the next piece of the `content` before it, only the length is kept. Marks are control characters,
+//! which JSON does not have; a text that has them stays as it is.
 
 use crate::codec::{Varints, push_varint};
 
-/// A list of integers: how many, then each.
+/// A list of integers: how many.
 const INTEGERS: u8 = 1;
-/// A number: four bytes.
+/// A number.
 const NUMBER: u8 = 2;
-/// A token with its log-prob: its text as JSON, a quote, four bytes.
+/// A token with its log-prob: its text as JSON, a quote.
 const ENTRY: u8 = 3;
+/// A token that goes on with the content, and its log-prob: how long it is.
+const NEXT: u8 = 4;
+/// The same further on: how much of the content is passed over, how long it is.
+const FURTHER: u8 = 5;
 /// The first byte says whether anything was replaced.
 const AS_IT_IS: u8 = 0;
 const SHORTENED: u8 = 1;
 /// A shorter list, or number, is as short as its mark.
 const FEWEST_INTEGERS: usize = 4;
 const SHORTEST_NUMBER: usize = 8;
+/// Tokens that end inside a character are not in the content; behind them it goes on a little later.
+const FURTHEST: usize = 12;
 
+const BEFORE_CONTENT: &[u8] = br#""content":""#;
 const BEFORE_TOKEN: &[u8] = br#"{"token":""#;
 const BEFORE_LOG_PROB: &[u8] = br#"","logprob":"#;
 const BEFORE_BYTES: &[u8] = br#","bytes":["#;
 const BEHIND_BYTES: &[u8] = br#"],"top_logprobs":[]}"#;
 
-/// The same text with numbers replaced.
-pub(crate) fn shorten(text: &[u8]) -> Vec<u8> {
-    let mut short = Vec::with_capacity(text.len() + 1);
-    if text.iter().any(|byte| (INTEGERS..=ENTRY).contains(byte)) {
-        short.push(AS_IT_IS);
-        short.extend_from_slice(text);
+/// A text without its numbers, and the numbers: those of a call are known from its rows too.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Terse {
+    /// With a mark for each number or list of numbers.
+    pub(crate) text: Vec<u8>,
+    /// LEB128.
+    pub(crate) integers: Vec<u8>,
+    /// Single precision, little-endian.
+    pub(crate) floats: Vec<u8>,
+}
+
+/// The same text with numbers put aside.
+pub(crate) fn shorten(text: &[u8]) -> Terse {
+    let mut short = Terse::default();
+    if text.iter().any(|byte| (INTEGERS..=FURTHER).contains(byte)) {
+        short.text.reserve_exact(text.len() + 1);
+        short.text.push(AS_IT_IS);
+        short.text.extend_from_slice(text);
         return short;
     }
-    short.push(SHORTENED);
-    let mut at = 0;
-    while let Some(&byte) = text.get(at) {
-        let rest = &text[at..];
-        let taken = match byte {
-            b'{' => push_entry(rest, &mut short),
-            b'[' | b',' => push_integers(rest, &mut short),
-            b':' => push_number(rest, &mut short),
+    short.text.push(SHORTENED);
+    let mut content = Content::default();
+    // What stays as it is is copied piece by piece.
+    let (mut done, mut at) = (0, 0);
+    while let Some(length) = text[at..].iter().position(|byte| matches!(byte, b'{' | b':' | b'[' | b',')) {
+        at += length;
+        let rest = &text[at + 1..];
+        let taken = match text[at] {
+            b'{' => entry(&text[at..]).map(|(token, value, length)| {
+                short.text.extend_from_slice(&text[done..at]);
+                content.push_token(&text[..at], token, &mut short.text);
+                content.entry_ends(at + length);
+                short.floats.extend_from_slice(&value.to_le_bytes());
+                length
+            }),
+            b':' => {
+                content.may_begin(&text[..at], rest);
+                number(rest).map(|(value, length)| {
+                    short.text.extend_from_slice(&text[done..=at]);
+                    short.text.push(NUMBER);
+                    short.floats.extend_from_slice(&value.to_le_bytes());
+                    1 + length
+                })
+            }
+            // Most commas stand before something else.
+            _ if rest.first().is_some_and(u8::is_ascii_digit) => {
+                push_integers(rest, &mut short.integers).map(|(count, length)| {
+                    short.text.extend_from_slice(&text[done..=at]);
+                    short.text.push(INTEGERS);
+                    push_varint(&mut short.text, count as u64);
+                    1 + length
+                })
+            }
             _ => None,
         };
-        at += taken.unwrap_or_else(|| {
-            short.push(byte);
-            1
-        });
+        at += taken.unwrap_or(1);
+        if taken.is_some() {
+            done = at;
+        }
     }
+    short.text.extend_from_slice(&text[done..]);
     short
 }
 
-/// The inverse of [`shorten`]; says what is wrong with bytes that it did not make.
-pub(crate) fn restore(short: &[u8]) -> Result<Vec<u8>, String> {
-    let Some((&first, mut rest)) = short.split_first() else { return Err("nothing at all".to_owned()) };
-    if first == AS_IT_IS {
-        return Ok(rest.to_vec());
-    }
-    let mut text = Vec::with_capacity(rest.len() * 2);
-    while let Some((&byte, behind)) = rest.split_first() {
-        rest = behind;
-        match byte {
-            INTEGERS => {
-                let mut numbers = Varints::new(rest);
-                for index in 0..numbers.next()? {
-                    if index > 0 {
-                        text.push(b',');
-                    }
-                    push_decimal(&mut text, numbers.next()?);
-                }
-                rest = numbers.rest();
-            }
-            NUMBER => {
-                let (value, behind) = rest.split_first_chunk::<4>().ok_or("a number that breaks off")?;
-                text.extend_from_slice(python(f32::from_le_bytes(*value).into()).as_bytes());
-                rest = behind;
-            }
-            ENTRY => {
-                let end = string_end(rest).ok_or("a token that breaks off")?;
-                let (token, behind) = (&rest[..end], &rest[end + 1..]);
-                let (value, behind) = behind.split_first_chunk::<4>().ok_or("a log-prob that breaks off")?;
-                push_written_entry(&mut text, token, f32::from_le_bytes(*value)).ok_or("a token that is no text")?;
-                rest = behind;
-            }
-            byte => text.push(byte),
-        }
-    }
-    Ok(text)
+/// Where the content stands that the next entry's token may go on with.
+#[derive(Default)]
+struct Content {
+    /// Of the newest content.
+    begins: Option<usize>,
+    /// What the entries have come to.
+    next: Option<usize>,
+    /// Where the entry before ended.
+    entry_ended: usize,
 }
 
-/// `[` or `,` and integers behind it. Gives how many bytes were replaced.
-fn push_integers(text: &[u8], short: &mut Vec<u8>) -> Option<usize> {
-    // Most commas stand before something else.
-    text.get(1).filter(|byte| byte.is_ascii_digit())?;
-    let mut values = Vec::new();
-    let mut end = 1;
-    while let Some((value, length)) = integer(&text[end..]) {
-        values.push(value);
-        end += length;
-        if text.get(end) != Some(&b',') || !text.get(end + 1).is_some_and(u8::is_ascii_digit) {
+impl Content {
+    /// To be told of every colon, and what stands before and behind it.
+    fn may_begin(&mut self, before: &[u8], behind: &[u8]) {
+        let (name, quote) = BEFORE_CONTENT.split_at(BEFORE_CONTENT.len() - 2);
+        if behind.first() == quote.last() && before.ends_with(name) {
+            self.begins = Some(before.len() + quote.len());
+        }
+    }
+
+    fn entry_ends(&mut self, at: usize) {
+        self.entry_ended = at;
+    }
+
+    /// The first of several entries begins with the content.
+    fn at_entry(&mut self, at: usize) -> Option<usize> {
+        if self.entry_ended == 0 || self.entry_ended + 1 != at {
+            self.next = self.begins;
+        }
+        self.next
+    }
+
+    fn push_token(&mut self, before: &[u8], token: &[u8], short: &mut Vec<u8>) {
+        if let Some(next) = self.at_entry(before.len())
+            && !token.is_empty()
+            && let Some(skip) = (0..=FURTHEST).find(|skip| before.get(next + skip..).is_some_and(|t| t.starts_with(token)))
+        {
+            if skip == 0 {
+                short.push(NEXT);
+            } else {
+                short.push(FURTHER);
+                push_varint(short, skip as u64);
+            }
+            push_varint(short, token.len() as u64);
+            self.next = Some(next + skip + token.len());
+            return;
+        }
+        short.push(ENTRY);
+        short.extend_from_slice(token);
+        short.push(b'"');
+    }
+
+    /// The token that goes on with the content.
+    fn token(&mut self, before: &[u8], skip: usize, length: usize) -> Result<Vec<u8>, String> {
+        let start = self.at_entry(before.len()).and_then(|next| next.checked_add(skip));
+        let end = start.and_then(|start| start.checked_add(length));
+        self.next = end;
+        let token = start.zip(end).and_then(|(start, end)| before.get(start..end));
+        token.map(<[u8]>::to_vec).ok_or_else(|| "a token of no content".to_owned())
+    }
+}
+
+impl Terse {
+    /// In bytes.
+    pub(crate) fn size(&self) -> usize {
+        self.text.len() + self.integers.len() + self.floats.len()
+    }
+
+    /// The inverse of [`shorten`]; says what is wrong with bytes that it did not make.
+    pub(crate) fn restore(&self) -> Result<Vec<u8>, String> {
+        let Some((&first, mut rest)) = self.text.split_first() else { return Err("nothing at all".to_owned()) };
+        if first == AS_IT_IS {
+            return Ok(rest.to_vec());
+        }
+        let (mut integers, mut floats) = (Varints::new(&self.integers), self.floats.as_slice());
+        let mut next_float = || {
+            let (value, behind) = floats.split_first_chunk::<4>().ok_or("a number that is missing")?;
+            floats = behind;
+            Ok::<_, String>(f32::from_le_bytes(*value))
+        };
+        let mut content = Content::default();
+        let mut text = Vec::with_capacity(rest.len() * 2);
+        while let Some((&byte, behind)) = rest.split_first() {
+            rest = behind;
+            let mut numbers = Varints::new(rest);
+            match byte {
+                INTEGERS => {
+                    let count = numbers.next()?;
+                    rest = numbers.rest();
+                    for index in 0..count {
+                        if index > 0 {
+                            text.push(b',');
+                        }
+                        push_decimal(&mut text, integers.next()?);
+                    }
+                }
+                NUMBER => text.extend_from_slice(Written::of(next_float()?.into()).as_bytes()),
+                ENTRY | NEXT | FURTHER => {
+                    let token = if byte == ENTRY {
+                        let end = string_end(rest).ok_or("a token that breaks off")?;
+                        let token = &rest[..end];
+                        rest = &rest[end + 1..];
+                        content.at_entry(text.len());
+                        token.to_vec()
+                    } else {
+                        let skip = if byte == FURTHER { numbers.next_usize()? } else { 0 };
+                        let token = content.token(&text, skip, numbers.next_usize()?)?;
+                        rest = numbers.rest();
+                        token
+                    };
+                    push_entry(&mut text, &token, next_float()?).ok_or("a token that is no text")?;
+                    content.entry_ends(text.len());
+                }
+                byte => {
+                    if byte == b':' {
+                        content.may_begin(&text, rest);
+                    }
+                    text.push(byte);
+                }
+            }
+        }
+        if !integers.rest().is_empty() || !floats.is_empty() {
+            return Err("numbers without a place".to_owned());
+        }
+        Ok(text)
+    }
+}
+
+/// Integers at the beginning of the text, behind `[` or `,`: how many, and how long they are.
+fn push_integers(text: &[u8], integers: &mut Vec<u8>) -> Option<(usize, usize)> {
+    let before = integers.len();
+    let (mut count, mut end, mut at) = (0, 0, 0);
+    while let Some((value, length)) = integer(&text[at..]) {
+        push_varint(integers, value);
+        count += 1;
+        end = at + length;
+        if text.get(end) != Some(&b',') {
             break;
         }
-        end += 1;
+        at = end + 1;
     }
-    // Behind a comma that was taken there may be no integer after all, such as 01.
-    if text[end - 1] == b',' {
-        end -= 1;
-    }
-    if values.len() < FEWEST_INTEGERS {
+    if count < FEWEST_INTEGERS {
+        integers.truncate(before);
         return None;
     }
-    short.extend_from_slice(&[text[0], INTEGERS]);
-    push_varint(short, values.len() as u64);
-    values.iter().for_each(|&value| push_varint(short, value));
-    Some(end)
+    Some((count, end))
 }
 
 /// An integer as JSON writes it, and its length.
@@ -130,14 +260,6 @@ fn integer(text: &[u8]) -> Option<(u64, usize)> {
     (length == 1 || (length > 1 && text[0] != b'0')).then_some((value, length))
 }
 
-/// `:` and a number behind it.
-fn push_number(text: &[u8], short: &mut Vec<u8>) -> Option<usize> {
-    let (value, length) = number(&text[1..])?;
-    short.extend_from_slice(&[b':', NUMBER]);
-    short.extend_from_slice(&value.to_le_bytes());
-    Some(1 + length)
-}
-
 /// A long number of single precision, and its length.
 fn number(text: &[u8]) -> Option<(f32, usize)> {
     let is_part = |byte: &u8| byte.is_ascii_digit() || matches!(byte, b'-' | b'.' | b'e' | b'+');
@@ -146,42 +268,55 @@ fn number(text: &[u8]) -> Option<(f32, usize)> {
     if length < SHORTEST_NUMBER {
         return None;
     }
-    let written = std::str::from_utf8(&text[..length]).ok()?;
-    let value: f64 = written.parse().ok()?;
+    let value: f64 = std::str::from_utf8(&text[..length]).ok()?.parse().ok()?;
     #[expect(clippy::cast_possible_truncation, reason = "whether anything was lost is seen in what it is written as")]
     let single = value as f32;
-    (single.is_finite() && python(single.into()) == written).then_some((single, length))
+    let is_it = single.is_finite() && Written::of(single.into()).as_bytes() == &text[..length];
+    is_it.then_some((single, length))
 }
 
-fn push_entry(text: &[u8], short: &mut Vec<u8>) -> Option<usize> {
+/// A token with its log-prob: its text as JSON, the log-prob, and how long all of it is.
+fn entry(text: &[u8]) -> Option<(&[u8], f32, usize)> {
     let rest = text.strip_prefix(BEFORE_TOKEN)?;
     let token = &rest[..string_end(rest)?];
     let rest = rest[token.len()..].strip_prefix(BEFORE_LOG_PROB)?;
-    let (value, _) = number(rest)?;
-    let mut written = Vec::new();
-    push_written_entry(&mut written, token, value)?;
-    if !text.starts_with(&written) {
-        return None;
+    let (value, length) = number(rest)?;
+    let mut rest = rest[length..].strip_prefix(BEFORE_BYTES)?;
+    let decoded;
+    let bytes = match decode(token)? {
+        Token::Plain => token,
+        Token::Escaped(text) => {
+            decoded = text;
+            decoded.as_bytes()
+        }
+    };
+    for (index, byte) in bytes.iter().enumerate() {
+        if index > 0 {
+            rest = rest.strip_prefix(b",")?;
+        }
+        let (value, length) = integer(rest)?;
+        rest = &rest[length..];
+        if value != u64::from(*byte) {
+            return None;
+        }
     }
-    short.push(ENTRY);
-    short.extend_from_slice(token);
-    short.push(b'"');
-    short.extend_from_slice(&value.to_le_bytes());
-    Some(written.len())
+    let rest = rest.strip_prefix(BEHIND_BYTES)?;
+    Some((token, value, text.len() - rest.len()))
 }
 
-fn push_written_entry(text: &mut Vec<u8>, token: &[u8], log_prob: f32) -> Option<()> {
+fn push_entry(text: &mut Vec<u8>, token: &[u8], log_prob: f32) -> Option<()> {
     let decoded;
-    let bytes = if token.contains(&b'\\') {
-        decoded = serde_json::from_slice::<String>(&[b"\"", token, b"\""].concat()).ok()?;
-        decoded.as_bytes()
-    } else {
-        token
+    let bytes = match decode(token)? {
+        Token::Plain => token,
+        Token::Escaped(text) => {
+            decoded = text;
+            decoded.as_bytes()
+        }
     };
     text.extend_from_slice(BEFORE_TOKEN);
     text.extend_from_slice(token);
     text.extend_from_slice(BEFORE_LOG_PROB);
-    text.extend_from_slice(python(log_prob.into()).as_bytes());
+    text.extend_from_slice(Written::of(log_prob.into()).as_bytes());
     text.extend_from_slice(BEFORE_BYTES);
     for (index, byte) in bytes.iter().enumerate() {
         if index > 0 {
@@ -191,6 +326,20 @@ fn push_written_entry(text: &mut Vec<u8>, token: &[u8], log_prob: f32) -> Option
     }
     text.extend_from_slice(BEHIND_BYTES);
     Some(())
+}
+
+enum Token {
+    /// Its bytes are those that it is written with.
+    Plain,
+    Escaped(String),
+}
+
+/// What a JSON string says, without its quotes; `None` where that is no text.
+fn decode(token: &[u8]) -> Option<Token> {
+    if !token.contains(&b'\\') {
+        return Some(Token::Plain);
+    }
+    serde_json::from_slice(&[b"\"", token, b"\""].concat()).ok().map(Token::Escaped)
 }
 
 /// Where the quote stands that ends a JSON string.
@@ -220,20 +369,109 @@ fn push_decimal(text: &mut Vec<u8>, mut value: u64) {
     text.extend_from_slice(&digits[at..]);
 }
 
-/// A number as Python's `repr` and `json.dumps` write it.
-fn python(value: f64) -> String {
-    let scientific = format!("{value:e}");
-    let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
-    let exponent: i32 = exponent.parse().unwrap_or_default();
-    if !(-4..16).contains(&exponent) {
-        let sign = if exponent < 0 { '-' } else { '+' };
-        return format!("{digits}e{sign}{:02}", exponent.unsigned_abs());
+/// A number as Python's `repr` and `json.dumps` write it: the fewest digits that give it back.
+struct Written {
+    bytes: [u8; 32],
+    length: usize,
+}
+
+impl Written {
+    /// Of a finite number.
+    fn of(value: f64) -> Self {
+        let mut written = Self { bytes: [0; 32], length: 0 };
+        if value.is_sign_negative() {
+            written.push(b"-");
+        }
+        let Digits { digits, count, point } = Digits::of(value.abs());
+        let digits = &digits[..count];
+        if !(-3..=16).contains(&point) {
+            written.push(&digits[..1]);
+            if count > 1 {
+                written.push(b".");
+                written.push(&digits[1..]);
+            }
+            let exponent = point - 1;
+            written.push(if exponent < 0 { b"e-" } else { b"e+" });
+            let exponent = exponent.unsigned_abs();
+            if exponent > 99 {
+                written.push_digit(exponent / 100);
+            }
+            written.push_digit(exponent / 10);
+            written.push_digit(exponent);
+            return written;
+        }
+        const ZEROS: [u8; 16] = [b'0'; 16];
+        let before = usize::try_from(point).unwrap_or_default();
+        match before {
+            0 => written.push(b"0"),
+            _ => written.push(&digits[..before.min(count)]),
+        }
+        written.push(&ZEROS[..before.saturating_sub(count)]);
+        written.push(b".");
+        written.push(&ZEROS[..usize::try_from(-point).unwrap_or_default()]);
+        written.push(if before < count { &digits[before..] } else { b"0" });
+        written
     }
-    let mut plain = value.to_string();
-    if !plain.contains('.') {
-        plain.push_str(".0");
+
+    fn push(&mut self, bytes: &[u8]) {
+        let end = self.length + bytes.len();
+        if let Some(room) = self.bytes.get_mut(self.length..end) {
+            room.copy_from_slice(bytes);
+            self.length = end;
+        }
     }
-    plain
+
+    fn push_digit(&mut self, digit: u32) {
+        self.push(&[b'0' + (digit % 10) as u8]);
+    }
+
+    fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+}
+
+/// A number as 0.DIGITS · 10^point, with as few digits as give it back.
+struct Digits {
+    digits: [u8; 20],
+    count: usize,
+    point: i32,
+}
+
+impl Digits {
+    /// Of a finite number that is not negative.
+    fn of(value: f64) -> Self {
+        let mut buffer = zmij::Buffer::new();
+        let mut found = Self { digits: [b'0'; 20], count: 0, point: 0 };
+        let (mut behind, mut exponent, mut is_exponent, mut sign) = (false, 0, false, 1);
+        for byte in buffer.format_finite(value).bytes() {
+            match byte {
+                b'.' => behind = true,
+                b'+' => {}
+                b'e' => is_exponent = true,
+                b'-' => sign = -1,
+                digit if is_exponent => exponent = exponent * 10 + i32::from(digit - b'0'),
+                // Zeros in front only move the point.
+                b'0' if found.count == 0 => found.point -= i32::from(behind),
+                digit => {
+                    if let Some(place) = found.digits.get_mut(found.count) {
+                        *place = digit;
+                    }
+                    found.count += 1;
+                    found.point += i32::from(!behind);
+                }
+            }
+        }
+        found.point += sign * exponent;
+        while found.count > 1 && found.digits.get(found.count - 1) == Some(&b'0') {
+            found.count -= 1;
+        }
+        if found.count == 0 {
+            // Zero itself.
+            (found.count, found.point) = (1, 1);
+        }
+        found.count = found.count.min(found.digits.len());
+        found
+    }
 }
 
 #[cfg(test)]
@@ -242,8 +480,8 @@ mod tests {
 
     fn again(text: &str) -> usize {
         let short = shorten(text.as_bytes());
-        assert_eq!(String::from_utf8_lossy(&restore(&short).unwrap()), text);
-        short.len()
+        assert_eq!(String::from_utf8_lossy(&short.restore().unwrap()), text);
+        short.text.len() + short.integers.len() + short.floats.len()
     }
 
     #[test]
@@ -268,6 +506,30 @@ mod tests {
         ] {
             assert_eq!(again(entry), 1 + entry.len() - 21 + 5);
         }
+    }
+
+    #[test]
+    fn a_token_of_the_content_is_its_length_and_four_bytes() {
+        let entry = |token: &str, bytes: &str| {
+            format!(r#"{{"token":"{token}","logprob":-0.5461,"bytes":[{bytes}],"top_logprobs":[]}}"#)
+                .replace("-0.5461", "-0.006819606758654118")
+        };
+        let answer = |tokens: &[String]| {
+            format!(r#"{{"message":{{"content":"Aé \n€B"}},"logprobs":{{"content":[{}]}}}}"#, tokens.join(","))
+        };
+        let rest = answer(&[]).len() + 1;
+        let split = [("A", "65"), ("é", "195,169"), (" \\n", "32,10"), ("€", "226,130,172"), ("B", "66")];
+        let split = split.map(|(token, bytes)| entry(token, bytes));
+        assert_eq!(again(&answer(&split)), rest + 4 + 5 * (2 + 4));
+        // Of a character in two tokens neither is in the content.
+        let mut parts = split.to_vec();
+        parts[3] = entry("\u{fffd}", "239,191,189");
+        parts.insert(4, parts[3].clone());
+        assert_eq!(again(&answer(&parts)), rest + 5 + 3 * (2 + 4) + 2 * (1 + 3 + 1 + 4) + 3 + 4);
+        // A second choice has its own content.
+        again(&format!("[{},{}]", answer(&split), answer(&split)));
+        again(&format!("{}{}", answer(&split), split[0]));
+        again(&split.join(","));
     }
 
     #[test]
@@ -303,7 +565,7 @@ mod tests {
             again(text);
         }
         let bytes: Vec<u8> = (0..=255).collect();
-        assert_eq!(restore(&shorten(&bytes)).unwrap(), bytes);
+        assert_eq!(shorten(&bytes).restore().unwrap(), bytes);
     }
 
     #[test]
@@ -318,14 +580,34 @@ mod tests {
             (1e16, "1e+16"),
             (1e15, "1000000000000000.0"),
         ] {
-            assert_eq!(python(value), written);
+            assert_eq!(String::from_utf8_lossy(Written::of(value).as_bytes()), written);
+        }
+        // Of two that are equally near, Python takes the even one.
+        assert_eq!(String::from_utf8_lossy(Written::of(763.101_135_253_906_25).as_bytes()), "763.1011352539062");
+        for step in 0..20_000_u32 {
+            let value = f64::from(f32::from_bits(step.wrapping_mul(2_654_435_761)));
+            if value.is_finite() {
+                let written = Written::of(value);
+                let text = std::str::from_utf8(written.as_bytes()).unwrap();
+                assert_eq!(text.parse(), Ok(value));
+                // As few digits as the standard library needs.
+                let digits = |text: &str| {
+                    let digits = text.split('e').next().unwrap_or_default().replace(['-', '.'], "");
+                    digits.trim_matches('0').len()
+                };
+                assert_eq!(digits(text), digits(&format!("{value:e}")), "{text}");
+            }
         }
     }
 
     #[test]
     fn bytes_that_were_not_made_here_are_an_error_not_a_panic() {
-        for wrong in [&b""[..], &[1, INTEGERS, 5, 1], &[1, NUMBER, 1], &[1, ENTRY, b'a'], &[1, ENTRY, b'"', 0]] {
-            assert!(restore(wrong).is_err(), "{wrong:?}");
+        for wrong in [&b""[..], &[1, INTEGERS], &[1, INTEGERS, 5], &[1, NUMBER], &[1, ENTRY, b'a'], &[1, ENTRY, b'"'], &[1, NEXT, 1], &[1, FURTHER, 1]] {
+            let short = Terse { text: wrong.to_vec(), integers: vec![1], floats: vec![0; 3] };
+            assert!(short.restore().is_err(), "{wrong:?}");
         }
+        // Numbers that nothing refers to.
+        let short = Terse { text: vec![1, b'a'], integers: vec![1], floats: Vec::new() };
+        assert!(short.restore().is_err());
     }
 }

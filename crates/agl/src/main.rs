@@ -12,9 +12,10 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
-/// Many small tensors are made and dropped in a step; an allocator that keeps its memory is worth a quarter of the time.
+/// Many tensors are made and dropped in a step, and many large bodies pass the gateway: an allocator that reuses what was freed at once, and
+/// gives back a little later what nobody asked for (`.cargo/config.toml`).
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// Harnessed agentic RL: an agent that already works gets better at its own harness.
 #[derive(Parser)]

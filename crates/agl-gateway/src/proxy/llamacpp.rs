@@ -59,7 +59,7 @@ pub(super) async fn call(
     let path = ask.path;
     let retell = move || retell(&raw, prompt.as_ref(), path);
     let is_large = answers.iter().map(|answer| answer.body.len()).sum::<usize>() > LARGE_BODY_BYTES;
-    let told = if is_large { tokio::task::spawn_blocking(retell).await.ok().flatten() } else { retell() };
+    let told = if is_large { agl_store::aside(retell).await.flatten() } else { retell() };
     let mut answer = answers.swap_remove(0);
     if let Some(Retold { body, complaints }) = told {
         answer.body = body;

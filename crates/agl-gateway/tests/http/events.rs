@@ -142,14 +142,14 @@ async fn an_event_is_on_disk_before_the_answer_leaves() {
     for turn in 1..=5_u32 {
         assert_eq!(scene.call("r", json!({"messages": [turn]})).await.status, 200);
         let counts: (u32, u32) = raw
-            .query_row("SELECT (SELECT count(*) FROM events), (SELECT count(*) FROM calls)", [], |row| {
+            .query_row("SELECT count(*), count(rows) FROM events", [], |row| {
                 Ok((row.get(0)?, row.get(1)?))
             })
             .unwrap();
         assert_eq!(counts, (turn, turn));
     }
     until("deliveries are settled", async || {
-        raw.query_row("SELECT count(*) FROM calls WHERE settled = 1", [], |row| row.get::<_, u32>(0)).unwrap() == 5
+        raw.query_row("SELECT count(*) FROM deliveries", [], |row| row.get::<_, u32>(0)).unwrap() == 5
     })
     .await;
 }

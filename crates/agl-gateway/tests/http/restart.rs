@@ -64,7 +64,7 @@ async fn an_answer_that_a_crash_swallowed_is_what_its_retry_gets() {
     scene.call("r", json!({"messages": [1]})).await;
     scene.stop().await;
     let raw = rusqlite::Connection::open(scene.database()).unwrap();
-    raw.execute("UPDATE calls SET settled = 0", []).unwrap();
+    raw.execute("DELETE FROM deliveries", []).unwrap();
     drop(raw);
     scene.start_again().await;
     assert_eq!(scene.sequences("r").await["counts"]["live"], 1);
@@ -95,7 +95,7 @@ async fn a_stopping_gateway_lets_calls_finish_and_sends_held_ones_away() {
     };
     tokio::join!(release, scene.stop());
     let raw = rusqlite::Connection::open(scene.database()).unwrap();
-    let settled: i64 = raw.query_row("SELECT count(*) FROM calls WHERE settled = 1", [], |row| row.get(0)).unwrap();
+    let settled: i64 = raw.query_row("SELECT count(*) FROM deliveries", [], |row| row.get(0)).unwrap();
     assert_eq!(settled, 2);
 }
 

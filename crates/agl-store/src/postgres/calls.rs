@@ -1,7 +1,5 @@
 //! Model calls: written with their event and bodies in one statement, which is one transaction and one round trip.
 
-use std::sync::Arc;
-
 use agl_core::event::MODEL_REQUEST;
 use agl_core::trajectory::{CallOutcome, CallRow, Delivery};
 use sqlx::postgres::PgRow;
@@ -10,7 +8,7 @@ use sqlx::{PgConnection, Row};
 use super::gateways::LEASE;
 use super::{Fault, corrupt, rollouts, signed, to_json};
 use crate::StoreError;
-use crate::bases::{Kept, Packed, Said};
+use crate::bases::{Packed, Said};
 use crate::codec::{self, Encoded, delivery_name, outcome_name};
 use crate::memory::is_settled;
 use crate::record::{CallRecord, Settlement, StoredCall, Writer};
@@ -18,7 +16,7 @@ use crate::record::{CallRecord, Settlement, StoredCall, Writer};
 /// What came of writing a call.
 pub(super) enum Written {
     /// It is durable; this is where its bodies are.
-    Yes(Said<i64>),
+    Yes { request: i64, response: Option<i64> },
     /// The bodies that its own stand behind are gone with their rollout: nothing was written.
     WithoutBase,
 }
@@ -71,9 +69,9 @@ pub(super) async fn record(
         .bind(&call.attempt_id)
         .bind(needed)
         .bind(parents)
-        .bind(packed.request.stored())
+        .bind(packed.request.body.stored())
         .bind(request_base)
-        .bind(packed.response.as_ref().map(|body| body.stored()))
+        .bind(packed.response.as_ref().map(|response| response.body.stored()))
         .bind(response_base)
         .bind(MODEL_REQUEST)
         .bind(call.timestamp)
@@ -109,20 +107,14 @@ pub(super) async fn record(
     let Some(request) = outcome.try_get::<Option<i64>, _>(2)? else {
         return Err(raced(call).into());
     };
-    let response: Option<i64> = outcome.try_get(3)?;
-    let kept =
-        |raw: &bytes::Bytes, body: &crate::Body, place| Kept { raw: raw.clone(), body: Arc::new(body.clone()), place };
-    Ok(Written::Yes(Said {
-        request: kept(&call.request, &packed.request, request),
-        response: packed.response.as_ref().zip(response).map(|(body, place)| kept(&call.response, body, place)),
-    }))
+    Ok(Written::Yes { request, response: outcome.try_get(3)? })
 }
 
 /// Where the bodies are that these stand behind.
 fn base_places(packed: &Packed, base: Option<&Said<i64>>) -> (Option<i64>, Option<i64>) {
-    let request = base.filter(|_| packed.request.has_base()).map(|said| said.request.place);
+    let request = base.filter(|_| packed.request.body.has_base()).map(|said| said.request.place);
     let answered = base.and_then(|said| said.response.as_ref());
-    let response = answered.filter(|_| packed.response.as_ref().is_some_and(crate::Body::has_base));
+    let response = answered.filter(|_| packed.response.as_ref().is_some_and(|response| response.body.has_base()));
     (request, response.map(|response| response.place))
 }
 

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use agl_core::event::Event;
+use bytes::Bytes;
 use sqlx::{PgConnection, Row};
 
 use super::{Fault, corrupt, from_json, rollouts, to_json};
@@ -83,7 +84,7 @@ async fn bodies(sql: &mut PgConnection, numbers: &[i64], rollout_id: &str) -> Re
             }
             None => None,
         };
-        bodies.insert(number, Arc::new(Body::from_stored(row.try_get(1)?, base)));
+        bodies.insert(number, Arc::new(Body::from_stored(row.try_get(1)?, Bytes::new(), base)));
     }
     Ok(bodies)
 }

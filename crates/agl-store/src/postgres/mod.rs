@@ -16,6 +16,7 @@ use agl_core::attempt::{Attempt, AttemptPatch};
 use agl_core::event::{Event, EventCreate};
 use agl_core::rollout::{Consumed, Rollout, StatusPatch};
 use async_trait::async_trait;
+use bytes::Bytes;
 use sqlx::Connection;
 use sqlx::postgres::PgConnectOptions;
 use tokio::sync::watch;
@@ -295,9 +296,9 @@ impl Store for PostgresStore {
     }
 
     async fn record_call(&self, call: CallRecord) -> Result<(), StoreError> {
-        let mut base = self.bases.nearest(&call);
+        let mut candidates = self.bases.candidates(&call);
         loop {
-            let packed = pack(&call, base.clone()).await?;
+            let (packed, base) = pack(&call, std::mem::take(&mut candidates), Bytes::new()).await?;
             let written = attempt!(self, Again::Always, |sql| async {
                 match calls::record(sql, &call, &packed, base.as_deref(), self.gateway).await {
                     // A row of that number is there: ours, where the connection was lost after the commit.
@@ -310,15 +311,13 @@ impl Store for PostgresStore {
             });
             match written? {
                 None => return Ok(()),
-                Some(calls::Written::Yes(said)) => {
+                Some(calls::Written::Yes { request, response }) => {
+                    let said = packed.into_said(|body| body.hollow(), request, response.unwrap_or(request));
                     self.bases.keep(&call.rollout_id, &call.attempt_id, said);
                     return Ok(());
                 }
                 // The rollout has been deleted and made anew.
-                Some(calls::Written::WithoutBase) => {
-                    self.bases.forget(&call.rollout_id);
-                    base = None;
-                }
+                Some(calls::Written::WithoutBase) => self.bases.forget(&call.rollout_id),
             }
         }
     }

@@ -1,90 +1,86 @@
-//! Model calls: written with their event and bodies in one transaction.
+//! Model calls: each is a row with its event, its bodies and what it adds to the attempt's tree.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use agl_core::event::MODEL_REQUEST;
-use agl_core::trajectory::{CallOutcome, CallRow, Delivery};
+use agl_core::trajectory::Delivery;
 use bytes::Bytes;
 use rusqlite::params;
 
-use super::{Sql, corrupt, rollouts, signed, to_json};
-use crate::bases::{Kept, Packed, Said};
-use crate::codec::{self, Encoded, delivery_name, outcome_name};
+use super::{Sql, attempts, corrupt, rollouts, signed, to_json};
+use crate::bases::{Packed, Said};
+use crate::codec::{delivery_name, delivery_of};
 use crate::memory::is_settled;
 use crate::record::{CallRecord, Settlement, StoredCall, Writer};
-use crate::{Body, StoreError};
+use crate::{StoreError, rows};
 
-/// Writes the call and says where its bodies are. `base` is the call that they were compressed behind.
-pub(super) fn record(
-    sql: &Sql<'_>,
-    call: &CallRecord,
+/// A call as it goes into the file.
+pub(super) struct Ready {
+    call: CallRecord,
+    data: String,
+    rows: Bytes,
     packed: Packed,
-    base: Option<&Said<i64>>,
-) -> Result<Said<i64>, StoreError> {
-    rollouts::must_exist(sql, &call.rollout_id)?;
-    // The rollout may have been deleted and made anew in between, and its bodies with it: both of a call's, or none.
-    let base_is_gone = base.map(|base| is_there(sql, base.request.place)).transpose()? == Some(false);
-    let store = |raw: &Bytes, body: Body, base: Option<&Kept<i64>>| -> Result<Kept<i64>, StoreError> {
-        let body = if body.has_base() && base_is_gone { Body::compress(raw)? } else { body };
-        let base = base.filter(|_| body.has_base()).map(|base| base.place);
-        let place = sql.insert("INSERT INTO blobs (body, base) VALUES (?1, ?2)", params![body.stored(), base])?;
-        Ok(Kept { raw: raw.clone(), body: Arc::new(body.hollow()), place })
+    base: Option<Arc<Said<i64>>>,
+}
+
+impl Ready {
+    /// `packed` stands behind `base`, and beside `rows`.
+    pub(super) fn new(
+        call: CallRecord,
+        rows: Bytes,
+        packed: Packed,
+        base: Option<Arc<Said<i64>>>,
+    ) -> Result<Self, StoreError> {
+        let data = to_json(&call.data, &call.rollout_id)?;
+        Ok(Self { call, data, rows, packed, base })
+    }
+}
+
+/// Writes the call and says where its bodies are.
+pub(super) fn record(sql: &Sql<'_>, ready: Ready) -> Result<(CallRecord, Said<i64>), StoreError> {
+    let Ready { call, data, rows, packed, base } = ready;
+    let attempt = attempts::number_or_new(sql, &call.rollout_id, &call.attempt_id)?;
+    let base = base.map(|base| base.request.place).filter(|_| packed.stand_behind());
+    // The rollout may have been deleted and made anew in between, and its bodies with it.
+    let base_is_gone = base.map(|base| is_there(sql, base, attempt)).transpose()? == Some(false);
+    let (base, packed) = match base_is_gone {
+        true => (None, Packed::alone(&call.request, &call.response, &rows)?),
+        false => (base, packed),
     };
-    let request = store(&call.request, packed.request, base.map(|said| &said.request))?;
-    let answered = base.and_then(|said| said.response.as_ref());
-    let response = packed.response.map(|body| store(&call.response, body, answered)).transpose()?;
-    sql.run(
-        "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, data, request, response, http_status, status)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
+    let place = sql.insert(
+        "INSERT INTO events (attempt, event_type, timestamp, data, http_status, status, digest, rows, base, request, response)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
         params![
-            call.rollout_id,
-            call.attempt_id,
+            attempt,
             MODEL_REQUEST,
             call.timestamp,
-            to_json(&call.data, &call.rollout_id)?,
-            request.place,
-            response.as_ref().map(|response| response.place),
+            data,
             call.http_status,
-            call.data.get("status").and_then(|status| status.as_str()).unwrap_or_default()
+            call.data.get("status").and_then(|status| status.as_str()).unwrap_or_default(),
+            call.request_digest,
+            &*rows,
+            base,
+            packed.request.body.stored(),
+            packed.response.as_ref().map(|response| response.body.stored()),
         ],
     )?;
     for &seq in &call.supersedes {
-        sql.run(
-            "UPDATE calls SET delivery = ?4, settled = 1 WHERE rollout_id = ?1 AND attempt_id = ?2 AND seq = ?3",
-            params![call.rollout_id, call.attempt_id, signed(seq), delivery_name(Delivery::Superseded)],
-        )?;
+        put_delivery(sql, attempt, seq, Delivery::Superseded)?;
     }
-    call.rows.iter().try_for_each(|row| insert(sql, call, row))?;
-    Ok(Said { request, response })
+    Ok((call, packed.into_said(|body| body.hollow(), place, place)))
 }
 
-fn is_there(sql: &Sql<'_>, blob: i64) -> Result<bool, StoreError> {
-    Ok(sql.first("SELECT 1 FROM blobs WHERE number = ?1", [blob], |_| Ok(()))?.is_some())
+fn is_there(sql: &Sql<'_>, event: i64, attempt: i64) -> Result<bool, StoreError> {
+    Ok(sql.first("SELECT 1 FROM events WHERE number = ?1 AND attempt = ?2", [event, attempt], |_| Ok(()))?.is_some())
 }
 
-fn insert(sql: &Sql<'_>, call: &CallRecord, row: &CallRow) -> Result<(), StoreError> {
+/// One that is superseded stays so.
+fn put_delivery(sql: &Sql<'_>, attempt: i64, seq: u64, delivery: Delivery) -> Result<(), StoreError> {
     sql.run(
-        "INSERT INTO calls (rollout_id, attempt_id, seq, call_id, choice, parent, shared_prefix, inserted, sampled,
-                            log_probs, versions, delivery, outcome, trainable, request_digest, settled)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)",
-        params![
-            call.rollout_id,
-            call.attempt_id,
-            signed(row.seq),
-            row.call_id,
-            row.choice,
-            row.parent.map(signed),
-            row.shared_prefix,
-            codec::ids_to_blob(&row.inserted),
-            codec::ids_to_blob(&row.sampled),
-            row.log_probs.as_deref().map(codec::log_probs_to_blob),
-            codec::versions_to_blob(&row.versions),
-            delivery_name(row.delivery),
-            outcome_name(row.outcome),
-            row.trainable,
-            call.request_digest,
-            is_settled(row)
-        ],
+        "INSERT INTO deliveries (attempt, seq, delivery) VALUES (?1, ?2, ?3)
+         ON CONFLICT DO UPDATE SET delivery = excluded.delivery WHERE delivery <> ?4",
+        params![attempt, signed(seq), delivery_name(delivery), delivery_name(Delivery::Superseded)],
     )?;
     Ok(())
 }
@@ -95,59 +91,38 @@ pub(super) fn list(
     attempt_id: &str,
     from: u64,
 ) -> Result<Vec<StoredCall>, StoreError> {
-    rollouts::must_exist(sql, rollout_id)?;
-    let rows = sql.all(
-        "SELECT seq, call_id, choice, parent, shared_prefix, inserted, sampled, log_probs, versions, delivery, outcome,
-                trainable, request_digest, settled
-         FROM calls WHERE rollout_id = ?1 AND attempt_id = ?2 AND seq >= ?3 ORDER BY seq",
-        params![rollout_id, attempt_id, signed(from)],
-        |row| {
-            let encoded = Encoded {
-                row: CallRow {
-                    seq: row.get::<_, i64>(0)?.cast_unsigned(),
-                    call_id: row.get(1)?,
-                    choice: row.get(2)?,
-                    parent: row.get::<_, Option<i64>>(3)?.map(i64::cast_unsigned),
-                    shared_prefix: row.get(4)?,
-                    inserted: Vec::new(),
-                    sampled: Vec::new(),
-                    log_probs: None,
-                    versions: Vec::new(),
-                    delivery: Delivery::Delivered,
-                    outcome: CallOutcome::Ok,
-                    trainable: row.get(11)?,
-                },
-                inserted: row.get(5)?,
-                sampled: row.get(6)?,
-                log_probs: row.get(7)?,
-                versions: row.get(8)?,
-                delivery: row.get(9)?,
-                outcome: row.get(10)?,
-            };
-            Ok((encoded, row.get(12)?, row.get(13)?))
-        },
+    let Some(attempt) = attempts::number(sql, rollout_id, attempt_id)? else {
+        return rollouts::must_exist(sql, rollout_id).map(|()| Vec::new());
+    };
+    let recorded = sql.all(
+        "SELECT rows, digest FROM events WHERE attempt = ?1 AND rows IS NOT NULL ORDER BY number",
+        [attempt],
+        |row| Ok((row.get::<_, Vec<u8>>(0)?, row.get::<_, [u8; 32]>(1)?)),
     )?;
-    rows.into_iter()
-        .map(|(encoded, request_digest, settled)| {
-            let row = encoded.decoded().map_err(|reason| corrupt(rollout_id, reason))?;
-            Ok(StoredCall { row, request_digest, settled, writer: Writer::Gone })
-        })
-        .collect()
+    // Read after them: what is known of a row that is not among them is passed over.
+    let told = sql.all("SELECT seq, delivery FROM deliveries WHERE attempt = ?1", [attempt], |row| {
+        Ok((row.get::<_, i64>(0)?.cast_unsigned(), row.get::<_, String>(1)?))
+    })?;
+    let told: HashMap<u64, String> = told.into_iter().collect();
+    let unreadable = |reason| corrupt(rollout_id, reason);
+    let mut calls = Vec::with_capacity(recorded.len());
+    for (blob, request_digest) in recorded {
+        for mut row in rows::from_blob(&blob).map_err(unreadable)? {
+            let told = told.get(&row.seq);
+            let settled = told.is_some() || is_settled(&row);
+            if let Some(name) = told {
+                row.delivery = delivery_of(name).map_err(unreadable)?;
+            }
+            calls.push(StoredCall { row, request_digest, settled, writer: Writer::Gone });
+        }
+    }
+    calls.retain(|call| call.row.seq >= from);
+    calls.sort_by_key(|call| call.row.seq);
+    Ok(calls)
 }
 
 pub(super) fn settle(sql: &Sql<'_>, settlement: &Settlement) -> Result<(), StoreError> {
-    for &seq in &settlement.seqs {
-        sql.run(
-            "UPDATE calls SET settled = 1, delivery = CASE delivery WHEN ?5 THEN delivery ELSE ?4 END
-             WHERE rollout_id = ?1 AND attempt_id = ?2 AND seq = ?3",
-            params![
-                settlement.rollout_id,
-                settlement.attempt_id,
-                signed(seq),
-                delivery_name(settlement.delivery),
-                delivery_name(Delivery::Superseded)
-            ],
-        )?;
-    }
-    Ok(())
+    // Of a rollout that was deleted nothing is to be told.
+    let Some(attempt) = attempts::number(sql, &settlement.rollout_id, &settlement.attempt_id)? else { return Ok(()) };
+    settlement.seqs.iter().try_for_each(|&seq| put_delivery(sql, attempt, seq, settlement.delivery))
 }

@@ -17,6 +17,7 @@ use agl_core::attempt::{Attempt, AttemptPatch};
 use agl_core::event::{Event, EventCreate};
 use agl_core::rollout::{Rollout, StatusPatch};
 use async_trait::async_trait;
+use bytes::Bytes;
 use rusqlite::{Connection, ErrorCode, OpenFlags};
 use tokio::sync::watch;
 
@@ -25,7 +26,7 @@ use crate::record::{
     AttemptDetail, CallRecord, Change, Pause, RegisteredModel, RolloutQuery, Settlement, Standing, StoredCall,
     StoredEvent, TerminalPage,
 };
-use crate::{Store, StoreError};
+use crate::{Store, StoreError, rows};
 
 mod attempts;
 mod calls;
@@ -384,14 +385,10 @@ impl Store for SqliteStore {
     }
 
     async fn record_call(&self, call: CallRecord) -> Result<(), StoreError> {
-        let base = self.bases.nearest(&call);
-        let packed = pack(&call, base.clone()).await?;
-        let (call, said) = self
-            .write(move |sql| {
-                let said = calls::record(sql, &call, packed, base.as_deref())?;
-                Ok((call, said))
-            })
-            .await?;
+        let rows = Bytes::from(rows::to_blob(&call.rows));
+        let (packed, base) = pack(&call, self.bases.candidates(&call), rows.clone()).await?;
+        let ready = calls::Ready::new(call, rows, packed, base)?;
+        let (call, said) = self.write(move |sql| calls::record(sql, ready)).await?;
         self.bases.keep(&call.rollout_id, &call.attempt_id, said);
         Ok(())
     }

@@ -83,13 +83,12 @@ pub(super) fn delete(sql: &Sql<'_>, rollout_id: &str) -> Result<(), StoreError> 
     if sql.run("DELETE FROM rollouts WHERE rollout_id = ?1", [rollout_id])? == 0 {
         return Ok(());
     }
-    sql.run(
-        "DELETE FROM blobs WHERE number IN (
-             SELECT request FROM events WHERE rollout_id = ?1 UNION ALL SELECT response FROM events WHERE rollout_id = ?1)",
-        [rollout_id],
-    )?;
-    sql.run("DELETE FROM events WHERE rollout_id = ?1", [rollout_id])?;
-    sql.run("DELETE FROM calls WHERE rollout_id = ?1", [rollout_id])?;
+    for statement in [
+        "DELETE FROM events WHERE attempt IN (SELECT number FROM attempts WHERE rollout_id = ?1)",
+        "DELETE FROM deliveries WHERE attempt IN (SELECT number FROM attempts WHERE rollout_id = ?1)",
+    ] {
+        sql.run(statement, [rollout_id])?;
+    }
     sql.run("DELETE FROM attempts WHERE rollout_id = ?1", [rollout_id])?;
     sql.run("DELETE FROM terminal_order WHERE rollout_id = ?1", [rollout_id])?;
     // Whoever resumes a watch before them learns from the deletion all that they could still say.

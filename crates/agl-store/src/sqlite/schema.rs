@@ -8,7 +8,7 @@ use super::failure;
 use crate::StoreError;
 
 /// Written to `PRAGMA user_version`. Raise it with every change of [`TABLES`].
-pub(super) const VERSION: i64 = 3;
+pub(super) const VERSION: i64 = 4;
 
 const TABLES: &str = "
 CREATE TABLE rollouts (
@@ -36,56 +36,40 @@ CREATE TABLE changes (
     rollout_id TEXT NOT NULL
 ) STRICT;
 
+-- Without a body where calls or events came for an attempt that nobody has made.
 CREATE TABLE attempts (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     rollout_id TEXT NOT NULL,
     attempt_id TEXT NOT NULL,
-    body TEXT NOT NULL,
+    body TEXT,
     UNIQUE (rollout_id, attempt_id)
 ) STRICT;
 
--- Bodies of model calls, agl_store::Body: what they add to the older body `base`. Named by events.request and events.response; deleted with
--- their rollout, and so are their bases. Numbers are never used again: a base stays the one it was.
-CREATE TABLE blobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    body BLOB NOT NULL,
-    base INTEGER
-) STRICT;
-
+-- The log of each attempt (attempts.number). A model call is one row with everything of it: what it adds to the attempt's tree as
+-- agl_store::rows writes it, and its bodies, agl_store::Body, which may stand behind those of the older call `base` of the same attempt.
 CREATE TABLE events (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    rollout_id TEXT NOT NULL,
-    attempt_id TEXT NOT NULL,
+    number INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL,
     event_type TEXT NOT NULL,
     timestamp REAL NOT NULL,
     data TEXT NOT NULL,
-    request INTEGER,
-    response INTEGER,
     http_status INTEGER,
-    status TEXT
+    status TEXT,
+    digest BLOB,
+    rows BLOB,
+    base INTEGER,
+    request BLOB,
+    response BLOB
 ) STRICT;
-CREATE INDEX events_by_attempt ON events (rollout_id, attempt_id, number);
+CREATE INDEX events_by_attempt ON events (attempt, number);
 
--- One row per sampled answer: agl_core::trajectory::CallRow. Ids are LEB128, log-probs little-endian f32.
-CREATE TABLE calls (
-    rollout_id TEXT NOT NULL,
-    attempt_id TEXT NOT NULL,
+-- What became of answers after they were recorded.
+CREATE TABLE deliveries (
+    attempt INTEGER NOT NULL,
     seq INTEGER NOT NULL,
-    call_id TEXT NOT NULL,
-    choice INTEGER NOT NULL,
-    parent INTEGER,
-    shared_prefix INTEGER NOT NULL,
-    inserted BLOB NOT NULL,
-    sampled BLOB NOT NULL,
-    log_probs BLOB,
-    versions BLOB NOT NULL,
     delivery TEXT NOT NULL,
-    outcome TEXT NOT NULL,
-    trainable INTEGER NOT NULL,
-    request_digest BLOB NOT NULL,
-    settled INTEGER NOT NULL,
-    PRIMARY KEY (rollout_id, attempt_id, seq)
-) STRICT;
+    PRIMARY KEY (attempt, seq)
+) STRICT, WITHOUT ROWID;
 
 CREATE TABLE models (
     model TEXT NOT NULL,

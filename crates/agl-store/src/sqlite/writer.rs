@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender};
 
-use rusqlite::{Connection, Transaction, TransactionBehavior};
+use rusqlite::{Connection, TransactionBehavior};
 use tokio::sync::{oneshot, watch};
 
 use super::checkpoints::Checkpoints;
@@ -19,7 +19,7 @@ pub(super) type JobSender = Sender<Box<dyn Job>>;
 
 /// A change to make inside the current transaction, and somebody who waits for it.
 pub(super) trait Job: Send {
-    /// Makes the change. What it wrote is taken back if it fails.
+    /// Makes the change. An error after something was written takes back the whole transaction.
     fn run(&mut self, connection: &Connection) -> Result<(), StoreError>;
     /// Tells the caller, once the fate of the transaction is known.
     fn tell(self: Box<Self>, committed: Result<(), StoreError>);
@@ -88,36 +88,26 @@ pub(super) fn run(
 }
 
 /// Runs the jobs in one transaction. An error means that none of them was made.
+///
+/// A job looks before it writes: one that is refused has written nothing, and concerns its caller alone. One that fails after it has
+/// written has met a full disk or a damaged file, and nothing of its group is kept. (A savepoint for each job would part them in that
+/// case too, and costs SQLite a copy of every page that a job touches.)
 fn commit_together(connection: &mut Connection, path: &Path, group: &mut [Box<dyn Job>]) -> Result<(), StoreError> {
     let failed = |error| failure(path, error);
     // Immediate: one that begins by reading is not waited for when it wants to write while another process holds the lock.
     let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
     for job in group {
-        let outcome = run_alone(&transaction, path, job.as_mut());
-        // A full disk or an I/O error may make SQLite take back the whole transaction: then nothing before counts either.
+        let before = transaction.total_changes();
+        let outcome = job.run(&transaction);
+        // A full disk or an I/O error may make SQLite take back the whole transaction by itself.
         if transaction.is_autocommit() {
             return outcome.and(Err(StoreError::DiskFull { database: path.display().to_string() }));
         }
+        if outcome.is_err() && transaction.total_changes() != before {
+            return outcome;
+        }
     }
     transaction.commit().map_err(failed)
-}
-
-/// Runs one job so that its failure takes back its own writes only.
-fn run_alone(transaction: &Transaction<'_>, path: &Path, job: &mut dyn Job) -> Result<(), StoreError> {
-    // Kept statements: rusqlite's own savepoints are parsed anew each time, which takes longer than the job's inserts.
-    let step = |sql| {
-        let done = transaction.prepare_cached(sql).and_then(|mut statement| statement.execute([]));
-        done.map_err(|error| failure(path, error))
-    };
-    step("SAVEPOINT job")?;
-    let outcome = job.run(transaction);
-    if outcome.is_err() && !transaction.is_autocommit() {
-        step("ROLLBACK TO job")?;
-    }
-    if !transaction.is_autocommit() {
-        step("RELEASE job")?;
-    }
-    outcome
 }
 
 fn announce(connection: &Connection, newest_change: &watch::Sender<u64>) {

@@ -179,20 +179,17 @@ pub fn database(file: &Path) {
     let count = |sql: &str| database.query_row(sql, [], |row| row.get::<_, i64>(0)).unwrap();
     for (what, sql) in [
         (
-            "bodies that are missing",
-            "SELECT count(*) FROM (SELECT request AS body FROM events UNION ALL SELECT response FROM events)
-             WHERE body IS NOT NULL AND body NOT IN (SELECT number FROM blobs)",
-        ),
-        ("bodies whose base is missing", "SELECT count(*) FROM blobs WHERE base NOT IN (SELECT number FROM blobs)"),
-        (
-            "calls without a rollout",
-            "SELECT count(*) FROM calls WHERE rollout_id NOT IN (SELECT rollout_id FROM rollouts)",
+            "calls whose base is missing",
+            "SELECT count(*) FROM events WHERE base NOT IN (SELECT number FROM events)",
         ),
         (
-            "parents that are missing",
-            "SELECT count(*) FROM calls child LEFT JOIN calls parent ON parent.rollout_id = child.rollout_id
-                 AND parent.attempt_id = child.attempt_id AND parent.seq = child.parent
-             WHERE child.parent IS NOT NULL AND parent.seq IS NULL",
+            "calls that stand behind another attempt's",
+            "SELECT count(*) FROM events call JOIN events base ON base.number = call.base WHERE base.attempt <> call.attempt",
+        ),
+        ("events without an attempt", "SELECT count(*) FROM events WHERE attempt NOT IN (SELECT number FROM attempts)"),
+        (
+            "attempts without a rollout",
+            "SELECT count(*) FROM attempts WHERE rollout_id NOT IN (SELECT rollout_id FROM rollouts)",
         ),
     ] {
         assert_eq!(count(sql), 0, "{what}");

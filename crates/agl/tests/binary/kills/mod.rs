@@ -190,19 +190,17 @@ async fn the_audit_notices_what_is_lost_or_changed() {
     playing.await.unwrap();
     assert!(gateway.running.terminate().success());
 
-    let newest_call = "WHERE rowid = (SELECT max(rowid) FROM calls)";
+    let newest_call = "WHERE number = (SELECT max(number) FROM events WHERE rows IS NOT NULL)";
     for (number, (what, change)) in [
         ("nothing", "SELECT 1".to_owned()),
-        ("a call", format!("DELETE FROM calls {newest_call}")),
-        ("a delivery", format!("UPDATE calls SET delivery = 'undelivered' {newest_call}")),
-        ("a token", format!("UPDATE calls SET sampled = CAST(x'01' || substr(sampled, 2) AS BLOB) {newest_call}")),
-        (
-            "a reward",
-            "DELETE FROM events WHERE number = (SELECT max(number) FROM events WHERE request IS NULL)".to_owned(),
-        ),
+        ("a call", format!("DELETE FROM events {newest_call}")),
+        ("a delivery", "UPDATE deliveries SET delivery = 'undelivered' WHERE seq = 0".to_owned()),
+        // The last byte of a call's rows is of a log-prob.
+        ("a number", format!("UPDATE events SET rows = CAST(substr(rows, 1, length(rows) - 1) || x'3e' AS BLOB) {newest_call}")),
+        ("a reward", "DELETE FROM events WHERE number = (SELECT max(number) FROM events WHERE rows IS NULL)".to_owned()),
         (
             "the end of a body",
-            "UPDATE blobs SET body = substr(body, 1, length(body) - 4) WHERE base IS NULL".to_owned(),
+            "UPDATE events SET request = substr(request, 1, length(request) - 4) WHERE base IS NULL".to_owned(),
         ),
     ]
     .into_iter()
