@@ -12,6 +12,7 @@
 //! * `metrics` — what Prometheus is told.
 //! * `server` — connections, and limits on slow clients.
 //! * `quota` — how many events a rollout may have.
+//! * [`traces`] — the spans of requests, for whoever exports them.
 //! * `watchdog` — names what is stuck.
 //! * `retention` — which rollouts that have ended are deleted.
 //! * [`error`] — why a gateway does not start, and the form of its error answers.
@@ -38,6 +39,7 @@ mod proxy;
 mod quota;
 mod retention;
 mod server;
+pub mod traces;
 mod watchdog;
 
 pub use config::GatewayConfig;

@@ -45,6 +45,9 @@ pub struct Received {
     pub path: String,
     /// The `Authorization` header.
     pub authorization: Option<String>,
+    /// The `traceparent` header.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub traceparent: Option<String>,
     /// The body; a text where it was no JSON.
     pub body: Value,
     /// What was made to go wrong.
@@ -211,14 +214,16 @@ async fn serve(
 ) -> Response {
     let in_flight = InFlight::enter(shared);
     let parsed: Option<Value> = serde_json::from_slice(body).ok();
-    let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let named = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let (authorization, traceparent) = (named(header::AUTHORIZATION.as_str()), named("traceparent"));
     let (number, fault) = {
         let mut shared = lock(shared);
         let number = shared.received;
         shared.received += 1;
         let fault = strike(&shared.script, number);
         let body = parsed.clone().unwrap_or_else(|| json!(String::from_utf8_lossy(body)));
-        let received = Received { number, path: uri.path().to_owned(), authorization, body, fault: fault.clone() };
+        let received =
+            Received { number, path: uri.path().to_owned(), authorization, traceparent, body, fault: fault.clone() };
         shared.newest.push_back(received);
         let surplus = shared.newest.len().saturating_sub(shared.script.keep_requests);
         shared.newest.drain(..surplus);

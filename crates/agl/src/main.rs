@@ -2,10 +2,12 @@
 
 mod commands;
 mod failure;
+mod log;
 mod output;
 mod progress;
 mod run_file;
 mod stack;
+mod traces;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -28,15 +30,7 @@ struct Cli {
     log: Option<String>,
     /// How it is logged.
     #[arg(long, global = true, env = "AGL_LOG_FORMAT", default_value = "text", value_name = "FORMAT")]
-    log_format: LogFormat,
-}
-
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum LogFormat {
-    /// For a person.
-    Text,
-    /// A JSON object on each line; the ids of rollout and attempt stand in its `span`.
-    Json,
+    log_format: log::Format,
 }
 
 #[derive(Subcommand)]
@@ -73,6 +67,19 @@ enum Command {
     /// Runs one attempt; the controller starts it.
     #[command(hide = true)]
     Supervise(commands::supervise::SuperviseArgs),
+}
+
+impl Command {
+    /// Of the commands with a gateway inside: it is what has spans.
+    fn traces(&self) -> Option<&traces::TraceArgs> {
+        match self {
+            Self::Quickstart(args) => Some(&args.traces),
+            Self::Up(args) => Some(&args.traces),
+            Self::Serve(args) => Some(&args.traces),
+            Self::Eval(args) => Some(&args.traces),
+            _ => None,
+        }
+    }
 }
 
 /// Which gateway to talk to.
@@ -124,17 +131,15 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     // The doctor's checklist says it all.
     let default = if matches!(cli.command, Command::Doctor(_)) { "off" } else { "warn" };
     let filter = cli.log.as_deref().unwrap_or(default);
-    let filter = tracing_subscriber::EnvFilter::try_new(filter)
-        .map_err(|error| failure::usage(format!("--log {filter}: {error}")))?;
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
-    match cli.log_format {
-        LogFormat::Text => log.init(),
-        LogFormat::Json => log.json().with_span_list(false).init(),
-    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let traces = match cli.command.traces() {
+        Some(args) => traces::Traces::start(args, runtime.handle())?,
+        None => None,
+    };
+    log::start(filter, cli.log_format, traces.as_ref())?;
+    if let Some(traces) = &traces {
+        traces.announce();
+    }
     let result = runtime.block_on(async {
         match cli.command {
             Command::Quickstart(args) => commands::quickstart::quickstart(args).await,
@@ -151,6 +156,9 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Supervise(_) => Ok(()),
         }
     });
+    if let Some(traces) = traces {
+        traces.end();
+    }
     // A blocking task, such as an update that Ctrl-C came into, is not waited for.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     result

@@ -16,6 +16,7 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::keys::presented;
 use crate::proxy::entry;
+use crate::traces;
 
 mod attempts;
 mod events;
@@ -49,11 +50,13 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/proxy/state", get(pause::state))
         .route("/metrics", get(health::metrics))
         .route_layer(middleware::from_fn_with_state(Arc::clone(&app), require_server_key));
-    let attempts = Router::new()
-        .route("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events", post(events::append))
+    let events = Router::new().route("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events", post(events::append));
+    let requests = management.merge(events).route_layer(middleware::from_fn(traces::traced));
+    // A model call has a span of its own, which knows more.
+    let calls = Router::new()
         .merge(harnesses("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}"))
         .merge(harnesses("/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/agent/{agent}"));
-    let of_rollouts = management.merge(attempts).route_layer(middleware::from_fn(with_ids));
+    let of_rollouts = requests.merge(calls).route_layer(middleware::from_fn(with_ids));
     Router::new()
         .route("/healthz", get(async || Json(json!({"status": "ok"}))))
         .route("/readyz", get(health::ready))

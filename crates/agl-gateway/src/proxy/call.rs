@@ -13,7 +13,7 @@ use super::LARGE_BODY_BYTES;
 use super::answer::{self, Answer};
 use super::aside::aside;
 use super::attempt_tree::{CallResult, Finished, Recorded};
-use super::entry::{Caller, Prepared};
+use super::entry::{Asked, Caller, Prepared};
 use super::event::{Described, event_data, seed};
 use super::flights::{Seat, Taken};
 use super::kind::Kind;
@@ -46,9 +46,7 @@ pub(crate) struct Call {
     target: Target,
     ask: Ask,
     left_out: LeftOut,
-    digest: [u8; 32],
-    /// When its request had come.
-    started: Instant,
+    asked: Asked,
 }
 
 impl Call {
@@ -56,8 +54,7 @@ impl Call {
         app: &Arc<App>,
         caller: Caller,
         prepared: Prepared,
-        digest: [u8; 32],
-        started: Instant,
+        asked: Asked,
     ) -> Result<Self, ApiError> {
         let Caller { key, mode, rollout, agent, .. } = caller;
         let Prepared { mut body, path, voice, left_out } = prepared;
@@ -65,17 +62,22 @@ impl Call {
         body.prepare(&target, mode, &app.config.default_proxy);
         let number = app.recorder.begin_call(&key).await?;
         let seed = (!body.has("seed")).then(|| seed(&rollout, number));
-        let ask = Ask { key: key.clone(), model: target.model.clone(), mode, path, body, seed };
+        let trace = asked.trace.clone();
+        let ask = Ask { key: key.clone(), model: target.model.clone(), mode, path, body, seed, trace };
         let call_id = format!("call-{}", uuid::Uuid::now_v7().simple());
-        Ok(Self { app: Arc::clone(app), call_id, voice, key, mode, agent, target, ask, left_out, digest, started })
+        Ok(Self { app: Arc::clone(app), call_id, voice, key, mode, agent, target, ask, left_out, asked })
     }
 
     /// Calls and records, and answers whoever waits then.
     pub(crate) async fn fly(self, mut seat: Seat) {
-        let (recorder, key, digest) = (Arc::clone(&self.app.recorder), self.key.clone(), self.digest);
+        let (recorder, key, digest) = (Arc::clone(&self.app.recorder), self.key.clone(), self.asked.digest);
         let (told, telling) = mpsc::unbounded_channel();
         let mut through = self.voice.stream.then(|| Through::new(&self.voice, &self.call_id, told));
+        let trace = self.asked.trace.clone();
         let landed = self.run(&mut seat, &mut through, telling).await;
+        if landed.as_ref().is_err_and(|error| error.status.is_server_error()) {
+            trace.failed();
+        }
         let taken = seat.land();
         let outcome = match (landed, &taken) {
             (Ok((reply, recorded)), Some(_)) => Ok(reply.handed_over(recorder.hand_over(&key, digest, recorded))),
@@ -109,7 +111,8 @@ impl Call {
         through: &mut Option<Through>,
         mut telling: mpsc::UnboundedReceiver<Bytes>,
     ) -> Result<(Reply, Recorded), ApiError> {
-        let Self { app, call_id, voice, key, mode, agent, target, ask, left_out, digest, started } = self;
+        let Self { app, call_id, voice, key, mode, agent, target, ask, left_out, asked } = self;
+        let Asked { digest, started, trace } = asked;
         let mut progress = Progress::default();
         let sent_any = AtomicBool::new(false);
         let began_asking = started.elapsed();
@@ -133,10 +136,11 @@ impl Call {
             seat.tell(words);
         }
         let asking = started.elapsed() - began_asking;
-        let asked = progress.server.as_ref().map_or("unknown", |server| server.model.as_str());
-        app.metrics.upstream(asked, asking, progress.retries);
+        let served = progress.server.as_ref().map_or("unknown", |server| server.model.as_str());
+        app.metrics.upstream(served, asking, progress.retries);
         let abandoned = end.is_none();
         if abandoned && progress.sent.is_none() {
+            trace.left();
             tracing::info!("the harness hung up before its call was sent");
             return Err(abandoned_error());
         }
@@ -144,6 +148,7 @@ impl Call {
         let client_present = !abandoned && seat.is_taken();
         if !client_present {
             app.metrics.hung_up();
+            trace.left();
             tracing::info!(call_id, abandoned, "the harness hung up");
         }
         let version = progress.server.as_ref().map_or(0, |server| server.version);
@@ -162,6 +167,7 @@ impl Call {
         if ok {
             app.verbatim.remember(&key, std::mem::take(&mut answer.tool_calls));
         }
+        trace.answered(&answer, progress.server.as_ref());
         let described = Described {
             model: &target.model,
             dialect: voice.dialect,
@@ -187,6 +193,7 @@ impl Call {
         let recording = Instant::now();
         let recorded = {
             let _watched = app.watchdog.watch(Wait::Commit, &key, &app.shown_store);
+            let _span = trace.record();
             app.recorder.record(finished).await?
         };
         app.quota.note(&key.rollout_id);

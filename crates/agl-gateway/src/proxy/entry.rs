@@ -15,12 +15,14 @@ use serde_json::Value;
 use super::aside::aside;
 use super::recorder::AttemptKey;
 use super::request::{Mode, RequestBody, UpstreamPath, digest};
+use super::routes::target;
 use super::{LARGE_BODY_BYTES, count, models, read_body, reply};
 use crate::app::App;
 use crate::dialect::fields::LeftOut;
 use crate::dialect::{Detail, Dialect, Translated, Voice, gemini, messages, responses};
 use crate::error::ApiError;
 use crate::keys::{Access, Scope};
+use crate::traces::CallTrace;
 
 /// The segments of a proxy URL before the dialect's own.
 #[derive(Debug, Deserialize)]
@@ -51,6 +53,15 @@ pub(crate) struct Prepared {
     pub(crate) path: UpstreamPath,
     pub(crate) voice: Voice,
     pub(crate) left_out: LeftOut,
+}
+
+/// The circumstances of a request.
+pub(crate) struct Asked {
+    /// Equal for equal requests.
+    pub(crate) digest: [u8; 32],
+    /// When it had come.
+    pub(crate) started: Instant,
+    pub(crate) trace: CallTrace,
 }
 
 /// Names the agent that calls, for harnesses that cannot change their URL.
@@ -153,6 +164,7 @@ async fn answer(
     request: Request,
     prepare: impl FnOnce(&Bytes, &Remembered) -> Result<Prepared, ApiError> + Send + 'static,
 ) -> Response {
+    let trace = CallTrace::begin(dialect, (&place.rollout_id, &place.attempt_id), &place.mode, request.headers());
     let answered = async {
         let caller = admit(app, place, request.headers(), request.uri()).await?;
         app.quota.check(&caller.key.rollout_id).await?;
@@ -171,9 +183,15 @@ async fn answer(
             Ok::<_, ApiError>((prepared, digest(&raw, &place)))
         };
         let (prepared, digest) = if is_large { aside(prepare).await?? } else { prepare()? };
-        reply::give(app, caller, prepared, digest, started).await
+        if trace.is_on() {
+            let model = target(&app.config, prepared.voice.model.as_deref(), caller.agent.as_deref()).model;
+            trace.asks(dialect, &model, caller.agent.as_deref());
+        }
+        reply::give(app, caller, prepared, Asked { digest, started, trace: trace.clone() }).await
     };
-    answered.await.unwrap_or_else(|error: ApiError| dialect.error(error).into_response())
+    let response = answered.await.unwrap_or_else(|error: ApiError| dialect.error(error).into_response());
+    trace.ended(response.status());
+    response
 }
 
 /// Gemini streams a JSON list unless it is asked for events.

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use super::LARGE_BODY_BYTES;
 use super::request::UpstreamPath;
-use super::upstream::{Ask, Upstream, UpstreamAnswer, beside_v1};
+use super::upstream::{Ask, Envelope, Upstream, UpstreamAnswer, beside_v1};
 
 /// As many as OpenAI's own interface gives.
 const MOST_CHOICES: u64 = 128;
@@ -33,21 +33,21 @@ struct Prompt {
 pub(super) async fn call(
     upstream: &Upstream,
     server: &RegisteredModel,
-    key: Option<String>,
+    envelope: Envelope,
     ask: &Ask,
     url: &str,
 ) -> Result<UpstreamAnswer, reqwest::Error> {
     if !upstream.wants_ids() {
-        return upstream.try_once(url, key, upstream.dress(ask, server, &[])).await;
+        return upstream.try_once(url, envelope, upstream.dress(ask, server, &[])).await;
     }
     let bodies = bodies(upstream, server, ask);
-    let answers = try_join_all(bodies.iter().map(|body| upstream.try_once(url, key.clone(), body.clone())));
+    let answers = try_join_all(bodies.iter().map(|body| upstream.try_once(url, envelope.clone(), body.clone())));
     let prompt = async {
         match ask.path {
             UpstreamPath::ChatCompletions => {
-                of_conversation(upstream, server, key.clone(), upstream.dress(ask, server, &[])).await
+                of_conversation(upstream, server, envelope.clone(), upstream.dress(ask, server, &[])).await
             }
-            UpstreamPath::Completions => of_prompt(upstream, server, key.clone(), ask.body.value("prompt")?).await,
+            UpstreamPath::Completions => of_prompt(upstream, server, envelope.clone(), ask.body.value("prompt")?).await,
         }
     };
     let (answers, prompt) = tokio::join!(answers, prompt);
@@ -95,38 +95,33 @@ fn bodies(upstream: &Upstream, server: &RegisteredModel, ask: &Ask) -> Vec<Bytes
 pub(super) async fn count(
     upstream: &Upstream,
     server: &RegisteredModel,
-    key: Option<String>,
+    envelope: Envelope,
     body: Bytes,
 ) -> Option<u64> {
-    Some(of_conversation(upstream, server, key, body).await?.ids.len() as u64)
+    Some(of_conversation(upstream, server, envelope, body).await?.ids.len() as u64)
 }
 
 /// The prompt of a chat, from the server's own template.
 async fn of_conversation(
     upstream: &Upstream,
     server: &RegisteredModel,
-    key: Option<String>,
+    envelope: Envelope,
     body: Bytes,
 ) -> Option<Prompt> {
     #[derive(Deserialize)]
     struct Rendered {
         prompt: String,
     }
-    let rendered = upstream.try_once(&beside_v1(server, "apply-template"), key.clone(), body).await.ok()?;
+    let rendered = upstream.try_once(&beside_v1(server, "apply-template"), envelope.clone(), body).await.ok()?;
     let Rendered { prompt } = serde_json::from_slice(&rendered.body).ok()?;
-    let ids = tokenize(upstream, server, key, &json!(prompt)).await?;
+    let ids = tokenize(upstream, server, envelope, &json!(prompt)).await?;
     Some(Prompt { text: Some(prompt), ids })
 }
 
 /// The prompt of a completion: a text, or token ids already.
-async fn of_prompt(
-    upstream: &Upstream,
-    server: &RegisteredModel,
-    key: Option<String>,
-    prompt: Value,
-) -> Option<Prompt> {
+async fn of_prompt(upstream: &Upstream, server: &RegisteredModel, envelope: Envelope, prompt: Value) -> Option<Prompt> {
     let ids = match &prompt {
-        Value::String(_) => tokenize(upstream, server, key, &prompt).await?,
+        Value::String(_) => tokenize(upstream, server, envelope, &prompt).await?,
         // Several prompts are several answers, of which it tells the first.
         _ => serde_json::from_value(prompt).ok()?,
     };
@@ -137,7 +132,7 @@ async fn of_prompt(
 async fn tokenize(
     upstream: &Upstream,
     server: &RegisteredModel,
-    key: Option<String>,
+    envelope: Envelope,
     content: &Value,
 ) -> Option<Vec<u32>> {
     #[derive(Deserialize)]
@@ -145,7 +140,7 @@ async fn tokenize(
         tokens: Vec<u32>,
     }
     let body = json!({"content": content, "add_special": true, "parse_special": true}).to_string();
-    let answer = upstream.try_once(&beside_v1(server, "tokenize"), key, body.into()).await.ok()?;
+    let answer = upstream.try_once(&beside_v1(server, "tokenize"), envelope, body.into()).await.ok()?;
     Some(serde_json::from_slice::<Tokens>(&answer.body).ok()?.tokens)
 }
 

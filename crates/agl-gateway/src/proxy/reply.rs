@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use agl_core::event::MODEL_REQUEST;
 use agl_store::StoredEvent;
-use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -28,7 +27,7 @@ use super::aside::aside;
 use super::attempt_tree::Recorded;
 use super::call::Call;
 use super::deliveries::Handover;
-use super::entry::{Caller, Prepared};
+use super::entry::{Asked, Caller, Prepared};
 use super::flights::Outcome;
 use super::live::{Heard, Line, Listener, Words};
 use super::recorder::AttemptKey;
@@ -38,6 +37,7 @@ use crate::config::duration;
 use crate::dialect::{Detail, Dialect, Voice, sse};
 use crate::error::ApiError;
 use crate::metrics::Repeated;
+use crate::traces::CallTrace;
 
 /// What the harness gets.
 pub(crate) struct Reply {
@@ -121,10 +121,10 @@ pub(crate) async fn give(
     app: &Arc<App>,
     caller: Caller,
     prepared: Prepared,
-    digest: [u8; 32],
-    started: std::time::Instant,
+    asked: Asked,
 ) -> Result<Response, ApiError> {
     let (key, voice, is_retry) = (caller.key.clone(), prepared.voice.clone(), caller.is_retry);
+    let (digest, trace) = (asked.digest, asked.trace.clone());
     let (mut taker, mut answered) = oneshot::channel();
     let mut joined = app.flights.join(&key, digest, taker);
     // The end of the earlier connection may be heard of a moment after the retry.
@@ -143,11 +143,11 @@ pub(crate) async fn give(
         }
         Err(taker) => {
             if let Some(recorded) = app.recorder.claim(&key, &digest, is_retry).await?
-                && let Some(response) = replay(app, &key, digest, recorded, &voice).await?
+                && let Some(response) = replay(app, &key, recorded, &voice, &asked).await?
             {
                 return Ok(response);
             }
-            let call = Call::new(app, caller, prepared, digest, started).await?;
+            let call = Call::new(app, caller, prepared, asked).await?;
             let call_id = call.call_id.clone();
             let seat = app.flights.board(&key, digest, &call_id, taker);
             let running = Arc::clone(&app.calls).acquire_owned().await;
@@ -163,27 +163,29 @@ pub(crate) async fn give(
     let every = duration(app.config.stream_keep_alive_seconds);
     let response = if voice.stream {
         match tokio::time::timeout(every, &mut answered).await {
-            Ok(Ok(Ok(reply))) if reply.line.is_some() => begun(&voice, DeliveredBody::live(reply, &voice, every)),
-            Ok(outcome) => whole(outcome.unwrap_or_else(lost), voice.dialect),
-            Err(_) => begun(&voice.clone(), DeliveredBody::waiting(Waiting { voice, answered, every })),
+            Ok(Ok(Ok(reply))) if reply.line.is_some() => {
+                begun(&voice, DeliveredBody::live(reply, &voice, every), &trace)
+            }
+            Ok(outcome) => whole(outcome.unwrap_or_else(lost), voice.dialect, &trace),
+            Err(_) => begun(&voice.clone(), DeliveredBody::waiting(Waiting { voice, answered, every }), &trace),
         }
     } else {
-        whole(answered.await.unwrap_or_else(lost), voice.dialect)
+        whole(answered.await.unwrap_or_else(lost), voice.dialect, &trace)
     };
-    Ok(named(response, &call_id))
+    Ok(named(response, &call_id, &trace))
 }
 
 /// A recorded answer once more; `None` where the store has none.
 async fn replay(
     app: &App,
     key: &AttemptKey,
-    digest: [u8; 32],
     recorded: Recorded,
     voice: &Voice,
+    asked: &Asked,
 ) -> Result<Option<Response>, ApiError> {
     // Until it is delivered, the answer is to be had by the next who asks.
     let call_id = recorded.call_id.clone();
-    let handover = app.recorder.hand_over(key, digest, recorded);
+    let handover = app.recorder.hand_over(key, asked.digest, recorded);
     let events = app.store.events(&key.rollout_id, &key.attempt_id, Some(MODEL_REQUEST)).await?;
     let is_it = |event: &&StoredEvent| event.event.data.get("call_id").is_some_and(|id| *id == call_id);
     let Some(response) = events.iter().find(is_it).and_then(|event| event.response.clone()) else { return Ok(None) };
@@ -199,10 +201,11 @@ async fn replay(
     let Ok(reply) = Reply::tell(answer, voice.clone(), &call_id).await else { return Ok(None) };
     tracing::info!(call_id, "a retry gets the recorded answer");
     app.metrics.repeated(Repeated::Recorded);
-    Ok(Some(named(whole(Ok(reply.handed_over(handover)), voice.dialect), &call_id)))
+    Ok(Some(named(whole(Ok(reply.handed_over(handover)), voice.dialect, &asked.trace), &call_id, &asked.trace)))
 }
 
-fn named(mut response: Response, call_id: &str) -> Response {
+fn named(mut response: Response, call_id: &str, trace: &CallTrace) -> Response {
+    trace.named(call_id);
     if let Ok(call_id) = HeaderValue::from_str(call_id) {
         response.headers_mut().insert("x-agl-call-id", call_id);
     }
@@ -213,12 +216,12 @@ fn lost(_: oneshot::error::RecvError) -> Result<Reply, ApiError> {
     Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "The call was lost"))
 }
 
-fn whole(outcome: Result<Reply, ApiError>, dialect: Dialect) -> Response {
+fn whole(outcome: Result<Reply, ApiError>, dialect: Dialect, trace: &CallTrace) -> Response {
     let reply = match outcome {
         Ok(reply) => reply,
         Err(error) => return dialect.error(error).into_response(),
     };
-    let mut response = Response::new(Body::new(DeliveredBody::whole(reply.body, reply.handover)));
+    let mut response = Response::new(trace.reply(DeliveredBody::whole(reply.body, reply.handover)));
     *response.status_mut() = reply.status;
     let headers = response.headers_mut();
     for (name, value) in [(header::CONTENT_TYPE, reply.content_type), (header::RETRY_AFTER, reply.retry_after)] {
@@ -231,9 +234,9 @@ fn whole(outcome: Result<Reply, ApiError>, dialect: Dialect) -> Response {
 }
 
 /// The answer to a stream whose events are yet to come.
-fn begun(voice: &Voice, body: DeliveredBody) -> Response {
+fn begun(voice: &Voice, body: DeliveredBody, trace: &CallTrace) -> Response {
     let content_type = if matches!(voice.detail, Detail::JsonList) { "application/json" } else { sse::CONTENT_TYPE };
-    let mut response = Response::new(Body::new(body));
+    let mut response = Response::new(trace.reply(body));
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
     mark_stream(response.headers_mut());
     response

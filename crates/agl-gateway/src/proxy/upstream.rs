@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use agl_store::RegisteredModel;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use bytes::Bytes;
 use serde_json::{Value, json};
 
@@ -20,6 +20,7 @@ use crate::config::{DefaultProxyConfig, GatewayConfig, UpstreamConfig, duration}
 use crate::dialect::sse;
 use crate::error::{ApiError, GatewayError};
 use crate::gate::{Gate, Passage, Refused};
+use crate::traces::{self, CallTrace};
 use crate::watchdog::{Wait, Watchdog};
 
 /// A server that counts tokens more slowly than this is not waited for.
@@ -53,6 +54,22 @@ pub(crate) struct Ask {
     pub(crate) body: RequestBody,
     /// For servers that take one, where the harness gave none.
     pub(crate) seed: Option<u64>,
+    pub(crate) trace: CallTrace,
+}
+
+/// What goes with a body to a server.
+#[derive(Clone)]
+pub(super) struct Envelope {
+    key: Option<String>,
+    /// Names the call's trace, where there is one.
+    trace: HeaderMap,
+}
+
+impl Envelope {
+    /// Of a question that belongs to no call.
+    fn of(server: &RegisteredModel) -> Option<Self> {
+        Some(Self { key: key_of(server).ok()?, trace: HeaderMap::new() })
+    }
 }
 
 /// How far a call has come, kept by the caller so that it is known even when the call is dropped.
@@ -116,19 +133,20 @@ impl Upstream {
             progress.server = Some(server.clone());
             sent_any.store(true, Ordering::SeqCst);
             let url = format!("{}/{}", server.endpoint.trim_end_matches('/'), ask.path.as_str());
-            let key = match key_of(&server) {
-                Ok(key) => key,
+            let span = ask.trace.upstream(&server, ask.path.as_str(), progress.retries);
+            let envelope = match key_of(&server) {
+                Ok(key) => Envelope { key, trace: traces::headers_of(&span) },
                 Err(error) => return End::Failed(error),
             };
             let tried = {
                 let _watched = self.queue.watchdog.watch(Wait::Server, &ask.key, &url);
                 let asked = async {
                     match (through.as_deref_mut(), kind_of(&server)) {
-                        (Some(through), _) => self.try_stream(&url, key, body, through).await,
+                        (Some(through), _) => self.try_stream(&url, envelope, body, through).await,
                         (None, Kind::LlamaCpp) => {
-                            llamacpp::call(self, &server, key, ask, &url).await.map_err(Fault::Request)
+                            llamacpp::call(self, &server, envelope, ask, &url).await.map_err(Fault::Request)
                         }
-                        (None, _) => self.try_once(&url, key, body).await.map_err(Fault::Request),
+                        (None, _) => self.try_once(&url, envelope, body).await.map_err(Fault::Request),
                     }
                 };
                 tokio::select! {
@@ -138,6 +156,10 @@ impl Upstream {
             };
             let has_spoken = through.is_some_and(|through| through.has_spoken());
             drop(admitted);
+            if let Some(tried) = &tried {
+                traces::tried(&span, tried.as_ref().map(|answer| answer.status).map_err(Fault::kind));
+            }
+            drop(span);
             let Some(tried) = tried else {
                 if has_spoken {
                     return End::Failed(refused(Refused::Fenced));
@@ -162,7 +184,7 @@ impl Upstream {
                 reason,
                 "trying the upstream again"
             );
-            tokio::time::sleep(delay).await;
+            ask.trace.waiting("another try", tokio::time::sleep(delay)).await;
         }
     }
 
@@ -173,13 +195,13 @@ impl Upstream {
         loop {
             let passage = {
                 let _watched = watchdog.watch(Wait::Resume, &ask.key, "the gate");
-                gate.pass().await.map_err(refused)?
+                ask.trace.waiting("resume", gate.pass()).await.map_err(refused)?
             };
             let Some(place) = waited.take().or_else(|| places.take()) else {
                 drop(passage);
                 let _watched = watchdog.watch(Wait::Turn, &ask.key, &ask.model);
                 // A call that a pause has caught up with is held without a place.
-                waited = Some(places.wait().await?).filter(|_| gate.view().pause.is_none());
+                waited = Some(ask.trace.waiting("place", places.wait()).await?).filter(|_| gate.view().pause.is_none());
                 continue;
             };
             if let Some(server) = self.servers.pick(&ask.model, &ask.key.rollout_id) {
@@ -187,7 +209,8 @@ impl Upstream {
             }
             drop((passage, place));
             let _watched = watchdog.watch(Wait::Model, &ask.key, &ask.model);
-            if self.servers.wait_for(&ask.model, &ask.key.rollout_id, self.no_model_wait).await.is_none() {
+            let server = self.servers.wait_for(&ask.model, &ask.key.rollout_id, self.no_model_wait);
+            if ask.trace.waiting("server", server).await.is_none() {
                 return Err(no_server(&ask.model));
             }
         }
@@ -198,14 +221,14 @@ impl Upstream {
     pub(crate) async fn count_tokens(&self, model: &str, rollout_id: &str, body: &mut Value) -> Option<u64> {
         let server = self.servers.pick(model, rollout_id).filter(|_| self.queue.gate.view().pause.is_none())?;
         if kind_of(&server) == Kind::LlamaCpp {
-            let counted = llamacpp::count(self, &server, key_of(&server).ok()?, body.to_string().into());
+            let counted = llamacpp::count(self, &server, Envelope::of(&server)?, body.to_string().into());
             return tokio::time::timeout(COUNT_PATIENCE, counted).await.ok()?;
         }
         if let Some(name) = &server.upstream_model {
             body["model"] = name.clone().into();
         }
         let url = beside_v1(&server, "tokenize");
-        let asked = self.try_once(&url, key_of(&server).ok()?, body.to_string().into());
+        let asked = self.try_once(&url, Envelope::of(&server)?, body.to_string().into());
         let answer = tokio::time::timeout(COUNT_PATIENCE, asked).await.ok()?.ok()?;
         let counted = serde_json::from_slice::<Value>(&answer.body).ok();
         counted.filter(|_| answer.status.is_success())?["count"].as_u64()
@@ -236,21 +259,21 @@ impl Upstream {
     pub(super) async fn try_once(
         &self,
         url: &str,
-        key: Option<String>,
+        envelope: Envelope,
         body: Bytes,
     ) -> Result<UpstreamAnswer, reqwest::Error> {
-        read_whole(self.send(url, key, body).await?).await
+        read_whole(self.send(url, envelope, body).await?).await
     }
 
     /// Sends once; a stream that comes back is told as it comes, and is a whole answer then.
     async fn try_stream(
         &self,
         url: &str,
-        key: Option<String>,
+        envelope: Envelope,
         body: Bytes,
         through: &mut Through,
     ) -> Result<UpstreamAnswer, Fault> {
-        let response = self.send(url, key, body).await.map_err(Fault::Request)?;
+        let response = self.send(url, envelope, body).await.map_err(Fault::Request)?;
         let status = response.status();
         if !status.is_success() || !is_event_stream(&response) {
             return read_whole(response).await.map_err(Fault::Request);
@@ -260,8 +283,10 @@ impl Upstream {
         Ok(UpstreamAnswer { status, content_type, retry_after: None, body })
     }
 
-    async fn send(&self, url: &str, key: Option<String>, body: Bytes) -> Result<reqwest::Response, reqwest::Error> {
-        let mut request = self.client.post(url).header(header::CONTENT_TYPE, "application/json").body(body);
+    async fn send(&self, url: &str, envelope: Envelope, body: Bytes) -> Result<reqwest::Response, reqwest::Error> {
+        let Envelope { key, trace } = envelope;
+        let mut request =
+            self.client.post(url).header(header::CONTENT_TYPE, "application/json").headers(trace).body(body);
         if let Some(key) = key {
             request = request.bearer_auth(key);
         }
@@ -341,6 +366,16 @@ impl Fault {
     /// The server's certificate is not one that the gateway trusts.
     fn is_distrust(&self) -> bool {
         self.to_string().starts_with("invalid peer certificate")
+    }
+
+    /// In a word, for whoever counts.
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Request(error) if error.is_timeout() => "timeout",
+            Self::Request(error) if error.is_connect() => "connect",
+            Self::Request(_) => "broken_off",
+            Self::Broken(_) => "broken_stream",
+        }
     }
 
     fn is_timeout(&self) -> bool {

@@ -18,6 +18,7 @@ use crate::failure::{interrupted, usage};
 use crate::output::{clipped, json, line, table};
 use crate::run_file::RunFile;
 use crate::stack::{Stack, interrupt};
+use crate::traces::TraceArgs;
 
 /// See `agl eval --help`.
 #[derive(Args)]
@@ -49,6 +50,8 @@ pub struct EvalArgs {
     /// Everything as JSON on standard output.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    pub(crate) traces: TraceArgs,
 }
 
 /// Runs the evaluation and prints it.

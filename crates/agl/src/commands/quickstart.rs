@@ -11,6 +11,7 @@ use super::run::{SETTINGS, print_summary, run_here};
 use crate::failure::usage;
 use crate::output::{line, note};
 use crate::run_file::RunFile;
+use crate::traces::TraceArgs;
 
 /// See `agl quickstart --help`.
 #[derive(Args)]
@@ -33,6 +34,8 @@ pub struct QuickstartArgs {
     /// Sets a key of the run file, such as `actor.optim.lr=0`; may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     set: Vec<String>,
+    #[command(flatten)]
+    pub(crate) traces: TraceArgs,
 }
 
 const DEFAULT_OUT: &str = "out/quickstart";

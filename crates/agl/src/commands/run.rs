@@ -16,6 +16,7 @@ use crate::output::{line, note};
 use crate::progress::RunView;
 use crate::run_file::{RunFile, store_path};
 use crate::stack::{Stack, interrupt};
+use crate::traces::TraceArgs;
 
 /// The settings of a run, in its folder. Not called `run.toml`: that may be the user's own file.
 pub const SETTINGS: &str = "settings.toml";
@@ -31,6 +32,8 @@ pub struct UpArgs {
     /// Continue the run in `trainer.default_local_dir` from its newest checkpoint.
     #[arg(long)]
     resume: bool,
+    #[command(flatten)]
+    pub(crate) traces: TraceArgs,
 }
 
 /// See `agl serve --help`.
@@ -47,6 +50,8 @@ pub struct ServeArgs {
     /// The server key; wins over `gateway.key`.
     #[arg(long, env = "AGL_SERVER_KEY", hide_env_values = true)]
     key: Option<String>,
+    #[command(flatten)]
+    pub(crate) traces: TraceArgs,
 }
 
 /// How `agl control` and `agl train` find the gateway.

@@ -8,11 +8,20 @@ use crate::support::{Running, agl, eventually, free_port, get, http};
 
 #[test]
 fn every_line_of_a_call_carries_the_ids_of_its_rollout_and_attempt() {
+    lines_carry_ids(&[]);
+}
+
+#[test]
+fn the_lines_are_the_same_where_traces_are_exported() {
+    lines_carry_ids(&["--otlp-endpoint", &format!("http://127.0.0.1:{}", free_port())]);
+}
+
+fn lines_carry_ids(more: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     let (port, nobody) = (free_port(), free_port());
     let mut command = agl();
     command.args(["serve", "--listen", &format!("127.0.0.1:{port}"), "--store", "memory"]);
-    command.args(["--log", "agl_gateway=info", "--log-format", "json"]);
+    command.args(["--log", "agl_gateway=info", "--log-format", "json"]).args(more);
     command.args(["--set", "gateway.upstream.max_attempts=2", "--set", "gateway.upstream.backoff_seconds=0.01"]);
     let gateway = Running::start(&mut command, "gateway", folder.path());
     let url = format!("http://127.0.0.1:{port}");

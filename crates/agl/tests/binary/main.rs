@@ -13,3 +13,4 @@ mod kills;
 mod logs;
 mod quickstart;
 mod support;
+mod traces;

@@ -13,6 +13,7 @@ use serde_json::Value;
 pub fn agl() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_agl"));
     command.env_remove("AGL_LOG").env_remove("AGL_LOG_FORMAT").env_remove("AGL_GATEWAY").stdin(Stdio::null());
+    command.env_remove("OTEL_EXPORTER_OTLP_ENDPOINT").env_remove("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT");
     command
 }
 
