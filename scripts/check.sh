@@ -23,7 +23,7 @@ run_check() {
 ./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
 ./x check schemathesis [N]   the whole HTTP interface as /openapi.json describes it, N made-up requests per operation (default 100)
 ./x check fuzz [SECONDS [TARGET…]]  every fuzzer for so long (default 600); what was found is kept for the next time
-./x check kills [postgres]   kill -9 of the gateway a hundred times under 64 agents: nothing acknowledged is lost, nothing is corrupt
+./x check kills [postgres | pair]  kill -9 of the gateway, or of either of two, a hundred times under 64 agents: nothing acknowledged is lost, nothing corrupt
 HELP
       [ -z "$name" ] && return 0; exit 2 ;;
   esac
@@ -108,13 +108,14 @@ check_processes() {
 
 # The test builds as ./x test does. postgres: on the database that AGL_TEST_POSTGRES names.
 check_kills() {
-  local store=""
+  local store="" gateways=1
   case "${1:-sqlite}" in
     sqlite) ;;
     postgres) need_postgres; store="$AGL_TEST_POSTGRES" ;;
-    *) die "check kills knows sqlite and postgres, not $1" ;;
+    pair) need_postgres; store="$AGL_TEST_POSTGRES"; gateways=2 ;;
+    *) die "check kills knows sqlite, postgres and pair, not $1" ;;
   esac
-  AGL_TEST_KILLS_STORE="$store" cargo test --workspace --test binary -- --ignored --nocapture --exact \
+  AGL_TEST_KILLS_STORE="$store" AGL_TEST_KILLS_GATEWAYS="$gateways" cargo test --workspace --test binary -- --ignored --nocapture --exact \
     kills::a_hundred_kills_of_the_gateway_lose_nothing_that_was_acknowledged
 }
 

@@ -6,10 +6,12 @@
 //! * [`trajectory`] — from recorded model calls to training sequences.
 //! * [`credit`] — advantages and loss weights, counted over rollouts.
 //! * [`batch`] — which rollouts go into which optimiser update.
+//! * [`digits`] — lists of token ids in JSON, read fast.
 
 pub mod attempt;
 pub mod batch;
 pub mod credit;
+pub mod digits;
 pub mod event;
 pub mod rollout;
 pub mod trajectory;

@@ -14,7 +14,10 @@ pub async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static)
     let pool = POOL.get_or_init(|| {
         let pool = ThreadPoolBuilder::new().thread_name(|number| format!("agl-large-{number}"));
         // Whoever waits for it hears of it.
-        pool.panic_handler(|_| ()).build().inspect_err(|error| tracing::error!(%error, "no threads for large bodies")).ok()
+        pool.panic_handler(|_| ())
+            .build()
+            .inspect_err(|error| tracing::error!(%error, "no threads for large bodies"))
+            .ok()
     });
     let Some(pool) = pool else { return tokio::task::spawn_blocking(work).await.ok() };
     let (done, outcome) = oneshot::channel();

@@ -65,7 +65,7 @@ impl Packed {
 
     /// Compresses the bodies without a base.
     pub(crate) fn alone(request: &[u8], response: &[u8], beside: &[u8]) -> Result<Self, StoreError> {
-        Self::of::<()>(shorten(request), response, beside, None)
+        Self::of::<()>(Terse::plain(request), response, beside, None)
     }
 
     fn of<P>(request: Terse, response: &[u8], beside: &[u8], base: Option<&Said<P>>) -> Result<Self, StoreError> {
@@ -97,7 +97,9 @@ impl<P: Send + Sync + 'static> Bases<P> {
     /// The calls of the attempt that this one may continue.
     pub(crate) fn candidates(&self, call: &CallRecord) -> Candidates<P> {
         let key = (call.rollout_id.clone(), call.attempt_id.clone());
-        Candidates(self.inner().attempts.get(&key).map(|calls| calls.iter().map(Arc::clone).collect()).unwrap_or_default())
+        Candidates(
+            self.inner().attempts.get(&key).map(|calls| calls.iter().map(Arc::clone).collect()).unwrap_or_default(),
+        )
     }
 
     /// Keeps a call in mind that has been stored.
@@ -107,9 +109,8 @@ impl<P: Send + Sync + 'static> Bases<P> {
         inner.bytes += said.size();
         let calls = inner.attempts.entry(key.clone()).or_default();
         // The one that it continues has nothing left to give.
-        let continued = calls
-            .iter()
-            .position(|before| shared_prefix(before.text(), said.text()) * 2 > before.text().len());
+        let continued =
+            calls.iter().position(|before| shared_prefix(before.text(), said.text()) * 2 > before.text().len());
         let full = (calls.len() >= PER_ATTEMPT).then_some(0);
         let gone = continued.or(full).and_then(|index| calls.remove(index)).map_or(0, |before| before.size());
         calls.push_back(Arc::new(said));
@@ -195,7 +196,7 @@ pub(crate) async fn pack<P: Send + Sync + 'static>(
     let (request, response) = (call.request.clone(), call.response.clone());
     let is_large = request.len() + response.len() > LARGE_BODY_BYTES;
     let compress = move || {
-        let request = shorten(&request);
+        let request = Terse::plain(&request);
         let base = candidates.nearest(&request);
         Ok((Packed::of(request, &response, &beside, base.as_deref())?, base))
     };

@@ -312,12 +312,18 @@ mod tests {
         let entries = log_probs.iter().map(|value| {
             format!(r#"{{"token":"a","logprob":{:?},"bytes":[97],"top_logprobs":[]}}"#, f64::from(*value))
         });
-        let raw = format!(r#"{{"logprobs":{{"content":[{}]}},"token_ids":{ids:?}}}"#, entries.collect::<Vec<_>>().join(","));
+        let raw =
+            format!(r#"{{"logprobs":{{"content":[{}]}},"token_ids":{ids:?}}}"#, entries.collect::<Vec<_>>().join(","));
         let raw = raw.replace(", ", ",").into_bytes();
         let beside = [codec::ids_to_blob(&ids), codec::log_probs_to_blob(&log_probs)].concat();
         let alone = Body::compress(&raw, b"").unwrap();
         let body = Body::compress(&raw, &beside).unwrap();
-        assert!(alone.stored().len() > 3000 && body.stored().len() < 300, "{} {}", alone.stored().len(), body.stored().len());
+        assert!(
+            alone.stored().len() > 3000 && body.stored().len() < 300,
+            "{} {}",
+            alone.stored().len(),
+            body.stored().len()
+        );
         assert_eq!(body.read().unwrap(), raw);
         let stored = Body::from_stored(body.stored().to_vec(), beside.into(), None);
         assert_eq!(stored.read().unwrap(), raw);

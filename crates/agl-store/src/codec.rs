@@ -45,10 +45,7 @@ pub(crate) fn delivery_name(delivery: Delivery) -> &'static str {
 /// The inverse of [`delivery_name`].
 pub(crate) fn delivery_of(name: &str) -> Result<Delivery, String> {
     let known = [Delivery::Delivered, Delivery::Undelivered, Delivery::Superseded];
-    known
-        .into_iter()
-        .find(|known| delivery_name(*known) == name)
-        .ok_or_else(|| format!("an unknown delivery {name:?}"))
+    known.into_iter().find(|known| delivery_name(*known) == name).ok_or_else(|| format!("an unknown delivery {name:?}"))
 }
 
 pub(crate) fn outcome_name(outcome: CallOutcome) -> &'static str {
@@ -119,13 +116,23 @@ pub(crate) fn versions_from_blob(blob: &[u8]) -> Result<Vec<VersionRun>, String>
 
 /// Adds a number as LEB128.
 pub(crate) fn push_varint(blob: &mut Vec<u8>, mut value: u64) {
-    while value >= 0x80 {
-        #[expect(clippy::cast_possible_truncation, reason = "the low seven bits are what this byte holds")]
-        blob.push(value as u8 | 0x80);
-        value >>= 7;
+    #[expect(clippy::cast_possible_truncation, reason = "seven bits each, and what is left of three times seven")]
+    let [one, two, three] = [value as u8, (value >> 7) as u8, (value >> 14) as u8];
+    // Token ids have one to three bytes.
+    match value {
+        0..0x80 => blob.push(one),
+        0x80..0x4000 => blob.extend_from_slice(&[one | 0x80, two]),
+        0x4000..0x20_0000 => blob.extend_from_slice(&[one | 0x80, two | 0x80, three]),
+        _ => {
+            while value >= 0x80 {
+                #[expect(clippy::cast_possible_truncation, reason = "the low seven bits are what this byte holds")]
+                blob.push(value as u8 | 0x80);
+                value >>= 7;
+            }
+            #[expect(clippy::cast_possible_truncation, reason = "less than 0x80 by the loop")]
+            blob.push(value as u8);
+        }
     }
-    #[expect(clippy::cast_possible_truncation, reason = "less than 0x80 by the loop")]
-    blob.push(value as u8);
 }
 
 fn varints(blob: &[u8]) -> Result<Vec<u64>, String> {

@@ -6,6 +6,8 @@
 //! bytes. Of an entry whose token is the next piece of the `content` before it, only the length is kept. Marks are control characters,
 //! which JSON does not have; a text that has them stays as it is.
 
+use agl_core::digits::integer;
+
 use crate::codec::{Varints, push_varint};
 
 /// A list of integers: how many.
@@ -48,10 +50,7 @@ pub(crate) struct Terse {
 pub(crate) fn shorten(text: &[u8]) -> Terse {
     let mut short = Terse::default();
     if text.iter().any(|byte| (INTEGERS..=FURTHER).contains(byte)) {
-        short.text.reserve_exact(text.len() + 1);
-        short.text.push(AS_IT_IS);
-        short.text.extend_from_slice(text);
-        return short;
+        return Terse::plain(text);
     }
     short.text.push(SHORTENED);
     let mut content = Content::default();
@@ -132,7 +131,8 @@ impl Content {
     fn push_token(&mut self, before: &[u8], token: &[u8], short: &mut Vec<u8>) {
         if let Some(next) = self.at_entry(before.len())
             && !token.is_empty()
-            && let Some(skip) = (0..=FURTHEST).find(|skip| before.get(next + skip..).is_some_and(|t| t.starts_with(token)))
+            && let Some(skip) =
+                (0..=FURTHEST).find(|skip| before.get(next + skip..).is_some_and(|t| t.starts_with(token)))
         {
             if skip == 0 {
                 short.push(NEXT);
@@ -160,6 +160,11 @@ impl Content {
 }
 
 impl Terse {
+    /// A text of which nothing is put aside: one that is no answer.
+    pub(crate) fn plain(text: &[u8]) -> Self {
+        Self { text: [&[AS_IT_IS], text].concat(), ..Self::default() }
+    }
+
     /// In bytes.
     pub(crate) fn size(&self) -> usize {
         self.text.len() + self.integers.len() + self.floats.len()
@@ -243,21 +248,6 @@ fn push_integers(text: &[u8], integers: &mut Vec<u8>) -> Option<(usize, usize)> 
         return None;
     }
     Some((count, end))
-}
-
-/// An integer as JSON writes it, and its length.
-fn integer(text: &[u8]) -> Option<(u64, usize)> {
-    const LONGEST: usize = 18;
-    let mut value = 0;
-    let mut length = 0;
-    while let Some(digit) = text.get(length).filter(|byte| byte.is_ascii_digit()) {
-        value = value * 10 + u64::from(digit - b'0');
-        length += 1;
-        if length > LONGEST {
-            return None;
-        }
-    }
-    (length == 1 || (length > 1 && text[0] != b'0')).then_some((value, length))
 }
 
 /// A long number of single precision, and its length.
@@ -602,7 +592,16 @@ mod tests {
 
     #[test]
     fn bytes_that_were_not_made_here_are_an_error_not_a_panic() {
-        for wrong in [&b""[..], &[1, INTEGERS], &[1, INTEGERS, 5], &[1, NUMBER], &[1, ENTRY, b'a'], &[1, ENTRY, b'"'], &[1, NEXT, 1], &[1, FURTHER, 1]] {
+        for wrong in [
+            &b""[..],
+            &[1, INTEGERS],
+            &[1, INTEGERS, 5],
+            &[1, NUMBER],
+            &[1, ENTRY, b'a'],
+            &[1, ENTRY, b'"'],
+            &[1, NEXT, 1],
+            &[1, FURTHER, 1],
+        ] {
             let short = Terse { text: wrong.to_vec(), integers: vec![1], floats: vec![0; 3] };
             assert!(short.restore().is_err(), "{wrong:?}");
         }

@@ -179,7 +179,9 @@ async fn a_file_whose_oldest_rollouts_are_deleted_does_not_grow_and_keeps_its_cu
     assert_eq!((page.items.len(), page.next_after, page.total_terminal), (20, 400, 400));
     store.close().await;
     let raw = Connection::open(&path).unwrap();
-    for (table, most) in [("rollouts", 20), ("terminal_order", 20), ("attempts", 20), ("events", 20 * 2), ("changes", 20 * 3 + 380)] {
+    for (table, most) in
+        [("rollouts", 20), ("terminal_order", 20), ("attempts", 20), ("events", 20 * 2), ("changes", 20 * 3 + 380)]
+    {
         let rows: i64 = raw.query_row(&format!("SELECT count(*) FROM {table}"), [], |row| row.get(0)).unwrap();
         assert!(rows <= most, "{rows} rows of {table}");
     }

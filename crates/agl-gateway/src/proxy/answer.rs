@@ -10,6 +10,8 @@ use serde_json::value::RawValue;
 
 use crate::dialect::answer::ToolCall;
 
+mod scan;
+
 /// The part of an answer that the gateway looks at.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Answer {
@@ -60,6 +62,10 @@ pub(crate) fn read(body: &[u8], registered: u64) -> Answer {
     let Some(said) = well_formed::read(body).or_else(|| field_by_field::read(body)) else {
         return Answer { complaints: vec!["the answer is no JSON object".to_owned()], ..Answer::default() };
     };
+    judged(said, registered)
+}
+
+fn judged(said: Said, registered: u64) -> Answer {
     let mut complaints = Vec::new();
     if said.choices.is_empty() {
         complaints.push("the answer has no choices".to_owned());
@@ -105,55 +111,88 @@ pub(crate) fn read(body: &[u8], registered: u64) -> Answer {
 
 /// The usual case, in one pass: every field that is there is what it should be.
 mod well_formed {
-    use serde::Deserialize;
-    use sonic_rs::LazyValue;
-
-    use super::{Forms, Said, SaidChoice, tool_calls};
-
-    #[derive(Deserialize)]
-    struct Whole<'a> {
-        #[serde(default)]
-        prompt_token_ids: Option<Vec<u32>>,
-        #[serde(borrow)]
-        choices: Vec<Choice<'a>>,
-        #[serde(borrow, default)]
-        usage: Option<LazyValue<'a>>,
-        #[serde(default)]
-        policy_version: Option<u64>,
-    }
-
-    #[derive(Deserialize)]
-    struct Choice<'a> {
-        #[serde(default)]
-        prompt_token_ids: Option<Vec<u32>>,
-        #[serde(default)]
-        token_ids: Option<Vec<u32>>,
-        #[serde(default)]
-        logprobs: Option<Forms>,
-        #[serde(default)]
-        policy_versions: Option<Vec<u64>>,
-        #[serde(default)]
-        finish_reason: Option<String>,
-        #[serde(borrow, default)]
-        message: Option<LazyValue<'a>>,
-    }
+    use super::scan::Scan;
+    use super::{Forms, Said, SaidChoice, Token, tool_calls};
 
     pub(super) fn read(body: &[u8]) -> Option<Said> {
-        let whole: Whole<'_> = sonic_rs::from_slice(body).ok()?;
-        let choices = whole.choices.into_iter().map(|choice| SaidChoice {
-            prompt: choice.prompt_token_ids,
-            sampled: choice.token_ids,
-            log_probs: choice.logprobs.and_then(Forms::values),
-            versions: choice.policy_versions,
-            finish_reason: choice.finish_reason,
-            tool_calls: choice.message.map(|message| tool_calls(message.as_raw_str())).unwrap_or_default(),
-        });
-        Some(Said {
-            prompt: whole.prompt_token_ids,
-            choices: choices.collect(),
-            version: whole.policy_version,
-            usage: whole.usage.and_then(|usage| serde_json::from_str(usage.as_raw_str()).ok()),
-        })
+        let mut said = Said::default();
+        let mut scan = Scan::new(std::str::from_utf8(body).ok()?);
+        scan.object(|scan, key| {
+            match key {
+                b"prompt_token_ids" => said.prompt = scan.nullable(Scan::ids)?,
+                b"choices" => {
+                    said.choices.clear();
+                    scan.array(|scan| choice(scan).map(|choice| said.choices.push(choice)))?;
+                }
+                b"usage" => said.usage = serde_json::from_slice(scan.raw()?).ok(),
+                b"policy_version" => said.version = scan.nullable(Scan::integer)?,
+                _ => scan.skip()?,
+            }
+            Some(())
+        })?;
+        scan.is_at_end().then_some(said)
+    }
+
+    fn choice(scan: &mut Scan<'_>) -> Option<SaidChoice> {
+        let mut said = SaidChoice::default();
+        scan.object(|scan, key| {
+            match key {
+                b"prompt_token_ids" => said.prompt = scan.nullable(Scan::ids)?,
+                b"token_ids" => said.sampled = scan.nullable(Scan::ids)?,
+                b"logprobs" => said.log_probs = scan.nullable(forms)?.and_then(Forms::values),
+                b"policy_versions" => {
+                    said.versions = scan.nullable(|scan| {
+                        let mut versions = Vec::new();
+                        scan.array(|scan| scan.integer().map(|version| versions.push(version)))?;
+                        Some(versions)
+                    })?;
+                }
+                b"finish_reason" => {
+                    said.finish_reason = scan.nullable(|scan| serde_json::from_slice(scan.raw()?).ok())?;
+                }
+                b"message" => said.tool_calls = tool_calls(scan.raw()?),
+                _ => scan.skip()?,
+            }
+            Some(())
+        })?;
+        Some(said)
+    }
+
+    fn forms(scan: &mut Scan<'_>) -> Option<Forms> {
+        let mut found = Forms { content: None, token_logprobs: None };
+        scan.object(|scan, key| {
+            match key {
+                b"content" => {
+                    found.content = scan.nullable(|scan| {
+                        let mut tokens = Vec::new();
+                        scan.array(|scan| token(scan).map(|token| tokens.push(token)))?;
+                        Some(tokens)
+                    })?;
+                }
+                b"token_logprobs" => {
+                    found.token_logprobs = scan.nullable(|scan| {
+                        let mut values = Vec::new();
+                        scan.array(|scan| scan.number().map(|value| values.push(value)))?;
+                        Some(values)
+                    })?;
+                }
+                _ => scan.skip()?,
+            }
+            Some(())
+        })?;
+        Some(found)
+    }
+
+    fn token(scan: &mut Scan<'_>) -> Option<Token> {
+        let mut log_prob = None;
+        scan.object(|scan, key| {
+            match key {
+                b"logprob" => log_prob = Some(scan.number()?),
+                _ => scan.skip()?,
+            }
+            Some(())
+        })?;
+        log_prob.map(|logprob| Token { logprob })
     }
 }
 
@@ -203,7 +242,7 @@ mod field_by_field {
             log_probs: known::<Forms>(choice.logprobs).and_then(Forms::values),
             versions: known(choice.policy_versions),
             finish_reason: known(choice.finish_reason),
-            tool_calls: choice.message.map(|message| tool_calls(message.get())).unwrap_or_default(),
+            tool_calls: choice.message.map(|message| tool_calls(message.get().as_bytes())).unwrap_or_default(),
         });
         Some(Said {
             prompt: known(whole.prompt_token_ids),
@@ -215,13 +254,13 @@ mod field_by_field {
 }
 
 /// Those of a message.
-fn tool_calls(message: &str) -> Vec<Value> {
+fn tool_calls(message: &[u8]) -> Vec<Value> {
     #[derive(Deserialize)]
     struct Message {
         #[serde(default)]
         tool_calls: Option<Vec<Value>>,
     }
-    serde_json::from_str::<Message>(message).ok().and_then(|message| message.tool_calls).unwrap_or_default()
+    serde_json::from_slice::<Message>(message).ok().and_then(|message| message.tool_calls).unwrap_or_default()
 }
 
 fn known<T: DeserializeOwned>(raw: Option<&RawValue>) -> Option<T> {
@@ -333,5 +372,43 @@ mod tests {
         }
         assert!(!read(b"<html>", 0).is_object);
         assert!(!read(b"[1]", 0).is_object || read(b"[1]", 0).choices.is_empty());
+    }
+
+    /// What both ways of reading make of a body.
+    fn both(body: &str) -> [Option<Answer>; 2] {
+        [well_formed::read(body.as_bytes()), field_by_field::read(body.as_bytes())]
+            .map(|said| said.map(|said| judged(said, 5)))
+    }
+
+    #[test]
+    fn both_ways_of_reading_agree() {
+        let usual = r#"{"id":"x\"y","prompt_token_ids":[1, 2,3],"choices":[{"index":0,"message":{"role":"assistant","content":"{[\"]}",
+            "tool_calls":[{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}]},"finish_reason":"st\u006fp",
+            "logprobs":{"content":[{"token":"a\"]","logprob":-0.5,"bytes":[97],"top_logprobs":[{"x":[]}]},{"logprob":-1e-7}],"refusal":null},
+            "token_ids":[7,8],"policy_versions":[3,4],"prompt_token_ids":null},{"token_ids":[],"logprobs":{"token_logprobs":[]}}],
+            "usage":{"total_tokens":4,"more":{"a":[1]}},"policy_version":9,"x":-1.5e3,"y":true,"z":[{}]} "#;
+        for body in [
+            usual,
+            "{}",
+            r#"{"choices":[]}"#,
+            r#" { "choices" : [ { } ] , "usage" : null } "#,
+            r#"{"choices":[{"logprobs":null}]}"#,
+        ] {
+            let [fast, slow] = both(body);
+            assert!(fast.is_some(), "{body}");
+            assert_eq!(fast, slow, "{body}");
+        }
+        // Cut anywhere it is no JSON any more, and changed anywhere the two agree or the fast one leaves it to the other.
+        for at in 0..usual.len() - 2 {
+            if usual.is_char_boundary(at) {
+                assert_eq!(both(&usual[..at])[0], None, "{at}");
+            }
+            for byte in [b'"', b'[', b'}', b'\\', b',', b'0', b'n', b' '] {
+                let mut changed = usual.as_bytes().to_vec();
+                changed[at] = byte;
+                let [fast, slow] = both(&String::from_utf8(changed).unwrap());
+                assert!(fast.is_none() || slow.is_none() || fast == slow, "{at} {}", char::from(byte));
+            }
+        }
     }
 }

@@ -142,9 +142,7 @@ async fn an_event_is_on_disk_before_the_answer_leaves() {
     for turn in 1..=5_u32 {
         assert_eq!(scene.call("r", json!({"messages": [turn]})).await.status, 200);
         let counts: (u32, u32) = raw
-            .query_row("SELECT count(*), count(rows) FROM events", [], |row| {
-                Ok((row.get(0)?, row.get(1)?))
-            })
+            .query_row("SELECT count(*), count(rows) FROM events", [], |row| Ok((row.get(0)?, row.get(1)?)))
             .unwrap();
         assert_eq!(counts, (turn, turn));
     }

@@ -69,7 +69,8 @@ async fn calls_in_flight_are_counted_together_and_none_is_behind_a_pause_that_sh
             assert_eq!(pair.b.post("/proxy/pause", json!({})).await.json()["inflight"], 2);
             assert_eq!(pair.a.get("/proxy/state").await.json()["inflight"], 2);
             pair.a.upstream.release();
-            until("both have drained", async || pair.state().await["inflight"] == 0).await;
+            let drained = async |gateway: &Scene| gateway.get("/proxy/state").await.json()["inflight"] == 0;
+            until("both have drained", async || drained(&pair.a).await && drained(&pair.b).await).await;
         });
     assert_eq!((at_a.status, at_b.status), (200, 200));
 }

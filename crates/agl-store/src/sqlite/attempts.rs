@@ -23,9 +23,11 @@ pub(super) fn create(
     let attempt_id = match attempt_id {
         Some(id) => id,
         None => {
-            let known = sql.all("SELECT attempt_id FROM attempts WHERE rollout_id = ?1 AND body IS NOT NULL", [rollout_id], |row| {
-                row.get::<_, String>(0)
-            })?;
+            let known = sql.all(
+                "SELECT attempt_id FROM attempts WHERE rollout_id = ?1 AND body IS NOT NULL",
+                [rollout_id],
+                |row| row.get::<_, String>(0),
+            )?;
             next_attempt_id(known.iter().map(String::as_str))
         }
     };
@@ -91,11 +93,10 @@ pub(super) fn number_or_new(sql: &Sql<'_>, rollout_id: &str, attempt_id: &str) -
 
 fn detail(sql: &Sql<'_>, attempt: Attempt) -> Result<AttemptDetail, StoreError> {
     let number = number(sql, &attempt.rollout_id, &attempt.attempt_id)?;
-    let calls = sql.first(
-        "SELECT count(*) FROM events WHERE attempt = ?1 AND request IS NOT NULL",
-        [number],
-        |row| row.get::<_, i64>(0),
-    )?;
+    let calls =
+        sql.first("SELECT count(*) FROM events WHERE attempt = ?1 AND request IS NOT NULL", [number], |row| {
+            row.get::<_, i64>(0)
+        })?;
     let last_call = sql.first(
         "SELECT http_status, status FROM events WHERE attempt = ?1 AND request IS NOT NULL ORDER BY number DESC LIMIT 1",
         [number],

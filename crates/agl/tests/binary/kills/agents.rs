@@ -66,7 +66,8 @@ impl Notes {
 
 struct Agent {
     number: usize,
-    url: String,
+    /// One after the other, until one answers.
+    urls: Vec<String>,
     client: GatewayClient,
     http: reqwest::Client,
     harness: Harness,
@@ -75,22 +76,29 @@ struct Agent {
     notes: Arc<Notes>,
 }
 
-/// Lets so many agents play on a thread of their own, beside whoever kills.
-pub fn play(agents: usize, client: &GatewayClient, notes: &Arc<Notes>, stop: &watch::Sender<bool>) -> JoinHandle<()> {
+/// Lets so many agents play on a thread of their own, beside whoever kills. Of several gateways each is called by as many agents, and by the
+/// others when theirs does not answer.
+pub fn play(
+    agents: usize,
+    gateways: &[GatewayClient],
+    notes: &Arc<Notes>,
+    stop: &watch::Sender<bool>,
+) -> JoinHandle<()> {
     let (runtime, stop) = (Handle::current(), stop.subscribe());
-    let (client, notes) = (client.clone(), Arc::clone(notes));
+    let (gateways, notes) = (gateways.to_vec(), Arc::clone(notes));
     tokio::task::spawn_blocking(move || {
-        let agent = |number| Agent::new(number, client.clone(), Arc::clone(&notes)).run(stop.clone());
+        let agent = |number| Agent::new(number, &gateways, Arc::clone(&notes)).run(stop.clone());
         runtime.block_on(join_all((0..agents).map(agent)));
     })
 }
 
 impl Agent {
-    fn new(number: usize, client: GatewayClient, notes: Arc<Notes>) -> Self {
+    fn new(number: usize, gateways: &[GatewayClient], notes: Arc<Notes>) -> Self {
+        let urls = gateways.iter().map(|gateway| gateway.base_url().to_owned()).collect();
         Self {
             number,
-            url: client.base_url().to_owned(),
-            client,
+            urls,
+            client: gateways[number % gateways.len()].clone(),
             http: reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(60)).build().unwrap(),
             harness: Harness::of(number),
             counts_retries: (number / 8).is_multiple_of(2),
@@ -141,11 +149,12 @@ impl Agent {
 
     /// Asks until there is a complete answer: its call's id and its text.
     async fn ask(&self, id: &str, key: &str, said: &[(Who, String)]) -> (String, String) {
-        let url = format!("{}/proxy/rollout/{id}/attempt/0/mode/train/{}", self.url, self.harness.path());
+        let path = format!("proxy/rollout/{id}/attempt/0/mode/train/{}", self.harness.path());
         let (name, value) = self.harness.key(key);
         let body = self.harness.body(said).to_string();
         let answer = self.until_told(async |tries| {
-            let mut request = self.http.post(&url).header(name, &value).header("content-type", "application/json");
+            let mut request =
+                self.http.post(self.url(tries, &path)).header(name, &value).header("content-type", "application/json");
             if self.counts_retries {
                 request = request.header("x-stainless-retry-count", tries);
             }
@@ -174,10 +183,10 @@ impl Agent {
         if let Some(call_id) = call_id {
             data["call_id"] = json!(call_id);
         }
-        let url = format!("{}/api/rollouts/{id}/attempt/0/events", self.url);
+        let path = format!("api/rollouts/{id}/attempt/0/events");
         let event: Value = json!({"event_type": "reward", "data": data});
-        self.until_told(async |_| {
-            let response = self.http.post(&url).bearer_auth(key).json(&event).send().await.ok()?;
+        self.until_told(async |tries| {
+            let response = self.http.post(self.url(tries, &path)).bearer_auth(key).json(&event).send().await.ok()?;
             let status = response.status();
             let body = response.text().await.ok()?;
             if status.is_server_error() {
@@ -190,6 +199,11 @@ impl Agent {
         reason
     }
 
+    fn url(&self, tries: u32, path: &str) -> String {
+        let turn = self.number + usize::try_from(tries).unwrap();
+        format!("{}/{path}", self.urls[turn % self.urls.len()])
+    }
+
     /// Tries until something comes of it, and says how often that was.
     async fn until_told<T>(&self, attempt: impl AsyncFn(u32) -> Option<T>) -> (u32, T) {
         let deadline = Instant::now() + PATIENCE;
@@ -199,7 +213,7 @@ impl Agent {
                 return (tries + 1, told);
             }
             tries += 1;
-            assert!(Instant::now() < deadline, "agent {}: nobody answers at {}", self.number, self.url);
+            assert!(Instant::now() < deadline, "agent {}: nobody answers at {:?}", self.number, self.urls);
             let pause = rand::random_range(5..150);
             tokio::time::sleep(Duration::from_millis(pause)).await;
         }

@@ -178,10 +178,7 @@ pub fn database(file: &Path) {
     assert_eq!(check, "ok");
     let count = |sql: &str| database.query_row(sql, [], |row| row.get::<_, i64>(0)).unwrap();
     for (what, sql) in [
-        (
-            "calls whose base is missing",
-            "SELECT count(*) FROM events WHERE base NOT IN (SELECT number FROM events)",
-        ),
+        ("calls whose base is missing", "SELECT count(*) FROM events WHERE base NOT IN (SELECT number FROM events)"),
         (
             "calls that stand behind another attempt's",
             "SELECT count(*) FROM events call JOIN events base ON base.number = call.base WHERE base.attempt <> call.attempt",

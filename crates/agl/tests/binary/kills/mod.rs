@@ -91,7 +91,7 @@ fn serve(folder: &Path, address: &str, store: &str) -> Running {
     Running::start(&mut command, "serve", folder)
 }
 
-/// `AGL_TEST_KILLS` and `AGL_TEST_KILLS_STORE` change what `./x check kills` does.
+/// `AGL_TEST_KILLS`, `AGL_TEST_KILLS_STORE` and `AGL_TEST_KILLS_GATEWAYS` change what `./x check kills` does.
 fn setting(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
@@ -111,20 +111,28 @@ async fn a_hundred_kills_of_the_gateway_lose_nothing_that_was_acknowledged() {
     let slow = |seconds, probability| FaultRule::with_probability(Fault::Delay { seconds }, probability);
     let script = Script { keep_requests: 0, faults: vec![slow(0.5, 0.05), slow(0.1, 0.4)], ..Script::default() };
     let model = MockLlm::start(script).await.unwrap();
-    let mut victim = Victim::start(folder.path(), format!("127.0.0.1:{}", free_port()), store);
-    let client = victim.client();
-    client.register_models(&[server(&model)]).await.unwrap();
+    // Several on one store: while one is killed, the others go on.
+    let gateways = setting("AGL_TEST_KILLS_GATEWAYS").map_or(1, |text| text.parse().unwrap());
+    let start = |_| Victim::start(folder.path(), format!("127.0.0.1:{}", free_port()), store.clone());
+    let mut victims: Vec<Victim> = (0..gateways).map(start).collect();
+    let clients: Vec<GatewayClient> = victims.iter().map(Victim::client).collect();
+    for (client, victim) in clients.iter().zip(&victims) {
+        answers(client, victim).await;
+    }
+    clients[0].register_models(&[server(&model)]).await.unwrap();
     let (notes, stop) = (Arc::new(Notes::default()), watch::Sender::new(false));
-    let playing = agents::play(AGENTS, &client, &notes, &stop);
+    let playing = agents::play(AGENTS, &clients, &notes, &stop);
 
     let (mut calls_at_the_model, mut acknowledged, mut early, mut starts) = (0, 0, 0, Vec::new());
     for kill in 1..=kills {
+        let index = rand::random_range(0..gateways);
+        let (client, victim) = (&clients[index], &mut victims[index]);
         let part = rand::random_range(0.0..1.0);
         if rand::random_ratio(1, 4) {
             early += 1;
             tokio::time::sleep(EARLY_DEATH.mul_f64(part)).await;
         } else {
-            starts.push(answers(&client, &victim).await);
+            starts.push(answers(client, victim).await);
             tokio::time::sleep(LONGEST_LIFE.mul_f64(part)).await;
             calls_at_the_model += model.in_flight();
         }
@@ -142,10 +150,12 @@ async fn a_hundred_kills_of_the_gateway_lose_nothing_that_was_acknowledged() {
     stop.send_replace(true);
     tokio::time::timeout(LAST_ROUND, playing).await.unwrap().unwrap();
     // Once more, so that what is looked at is what a gateway finds on its disk.
-    victim.kill();
+    victims.iter_mut().for_each(Victim::kill);
     let load = began.elapsed();
-    let found = audit::audit(&client, &notes).await;
-    assert!(victim.running.terminate().success(), "{}", victim.running.output());
+    let found = audit::audit(&clients[0], &notes).await;
+    for victim in &mut victims {
+        assert!(victim.running.terminate().success(), "{}", victim.running.output());
+    }
     if let Some(file) = &file {
         audit::database(file);
     }
@@ -155,7 +165,7 @@ async fn a_hundred_kills_of_the_gateway_lose_nothing_that_was_acknowledged() {
          {} ms (median; at most {}); then {:.0} s of looking: {} rollouts; {} calls \
          acknowledged, 0 lost ({} asked more than once, {} live answers that nobody acknowledged); {} rewards \
          acknowledged, 0 lost ({} stored twice); {} sequences with {} trained tokens, 0 corrupt",
-        kills + 1,
+        kills + gateways,
         load.as_secs_f64(),
         calls_at_the_model as f64 / starts.len() as f64,
         starts[starts.len() / 2].as_millis(),
@@ -181,7 +191,7 @@ async fn the_audit_notices_what_is_lost_or_changed() {
     let mut gateway = Victim::start(folder.path(), format!("127.0.0.1:{}", free_port()), sqlite(&database));
     gateway.client().register_models(&[server(&model)]).await.unwrap();
     let (notes, stop) = (Arc::new(Notes::default()), watch::Sender::new(false));
-    let playing = agents::play(8, &gateway.client(), &notes, &stop);
+    let playing = agents::play(8, &[gateway.client()], &notes, &stop);
     while notes.rollouts().len() < 16 {
         assert!(!playing.is_finished());
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -196,8 +206,14 @@ async fn the_audit_notices_what_is_lost_or_changed() {
         ("a call", format!("DELETE FROM events {newest_call}")),
         ("a delivery", "UPDATE deliveries SET delivery = 'undelivered' WHERE seq = 0".to_owned()),
         // The last byte of a call's rows is of a log-prob.
-        ("a number", format!("UPDATE events SET rows = CAST(substr(rows, 1, length(rows) - 1) || x'3e' AS BLOB) {newest_call}")),
-        ("a reward", "DELETE FROM events WHERE number = (SELECT max(number) FROM events WHERE rows IS NULL)".to_owned()),
+        (
+            "a number",
+            format!("UPDATE events SET rows = CAST(substr(rows, 1, length(rows) - 1) || x'3e' AS BLOB) {newest_call}"),
+        ),
+        (
+            "a reward",
+            "DELETE FROM events WHERE number = (SELECT max(number) FROM events WHERE rows IS NULL)".to_owned(),
+        ),
         (
             "the end of a body",
             "UPDATE events SET request = substr(request, 1, length(request) - 4) WHERE base IS NULL".to_owned(),
