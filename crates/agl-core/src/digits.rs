@@ -40,7 +40,7 @@ fn digit_by_digit(text: &[u8]) -> Option<(u64, usize)> {
 /// A JSON list of whole numbers below 2³², with whatever space between them; `None` where it is anything else.
 #[must_use]
 pub fn list(text: &[u8]) -> Option<Vec<u32>> {
-    let mut rest = text.trim_ascii().strip_prefix(b"[")?.strip_suffix(b"]")?.trim_ascii();
+    let mut rest = trimmed(text.strip_prefix(b"[")?.strip_suffix(b"]")?);
     if rest.is_empty() {
         return Some(Vec::new());
     }
@@ -53,11 +53,20 @@ pub fn list(text: &[u8]) -> Option<Vec<u32>> {
         match rest {
             [] => break,
             [b',', next, ..] if next.is_ascii_digit() => rest = &rest[1..],
-            _ => rest = rest.trim_ascii_start().strip_prefix(b",")?.trim_ascii_start(),
+            _ => match trimmed(rest) {
+                [] => break,
+                behind => rest = trimmed(behind.strip_prefix(b",")?),
+            },
         }
     }
     values.shrink_to_fit();
     Some(values)
+}
+
+/// Without the space in front of it, as JSON knows it.
+fn trimmed(text: &[u8]) -> &[u8] {
+    let space = text.iter().take_while(|byte| matches!(byte, b' ' | b'\n' | b'\r' | b'\t')).count();
+    &text[space..]
 }
 
 #[cfg(test)]
@@ -87,8 +96,9 @@ mod tests {
         ] {
             assert_eq!(list(text.as_bytes()), None, "{text}");
         }
-        assert_eq!(list(b" [ 1 , 2,3 ,\n4294967295 ] "), Some(vec![1, 2, 3, u32::MAX]));
-        assert_eq!(list(b"[]"), Some(Vec::new()));
+        assert_eq!(list(b"[1,\x0c2]"), None);
+        assert_eq!(list(b"[ 1 , 2,3 ,\n4294967295 ]"), Some(vec![1, 2, 3, u32::MAX]));
+        assert_eq!((list(b"[]"), list(b"[ ]")), (Some(Vec::new()), Some(Vec::new())));
     }
 
     proptest! {

@@ -1,8 +1,8 @@
 //! Request and response bodies, compressed: they are most of what a store holds and are read rarely.
 //!
 //! A turn sends all that the turns before it sent. A body is therefore kept as what it adds to the one it continues
-//! ([`delta`]), so that a rollout's bodies grow with what its turns add and not with turns × context. Before that its numbers are taken
-//! out ([`terse`](crate::terse)), and those that the store has beside the body anyway, in the call's rows, are only pointed to. The rest is
+//! ([`delta`]), so that a rollout's bodies grow with what its turns add and not with turns × context. Before that an answer's numbers are
+//! taken out ([`terse`](crate::terse)), and those that the store has beside the body anyway, in the call's rows, are only pointed to. The rest is
 //! compressed with zstd behind a dictionary of what such bodies are mostly made of.
 
 use std::cell::RefCell;
@@ -15,12 +15,16 @@ use zstd::dict::{DecoderDictionary, EncoderDictionary};
 use crate::StoreError;
 use crate::codec::{Varints, push_varint};
 use crate::delta::{self, Delta, Encoded};
-use crate::terse::{Terse, shorten};
+use crate::terse::Terse;
+#[cfg(any(test, feature = "fuzzing"))]
+use crate::terse::shorten;
 
 /// Favours speed: a body is compressed while a harness waits for its answer.
 const ZSTD_LEVEL: i32 = 1;
 /// The longest chain of bodies that stand on each other: reading one reads what all of them added.
 const LONGEST_CHAIN: u32 = 512;
+/// What claims to be longer is none.
+const LONGEST: usize = 1 << 30;
 /// Part of the format: a body can only be read with the dictionary that it was compressed behind.
 const DICTIONARY: &[u8] = include_bytes!("body.dictionary");
 
@@ -44,31 +48,30 @@ pub struct Body {
 }
 
 impl Body {
-    /// Compresses. Takes about 3 ms per megabyte: large bodies belong on a blocking thread. `beside` is what the store has at hand
-    /// whenever it reads the body, such as the call's token ids.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] where zstd fails, which it does only without memory.
-    pub fn compress(raw: &[u8], beside: &[u8]) -> Result<Self, StoreError> {
+    /// A body that stands alone.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn compress(raw: &[u8], beside: &[u8]) -> Result<Self, StoreError> {
         Self::of(&shorten(raw), beside, None)
     }
 
-    /// Compresses what continues `said`, whose body is `base`. Where too little of it is in `said`, or the chain would grow too
-    /// long, the body stands alone.
-    ///
-    /// # Errors
-    /// As [`Self::compress`].
-    pub fn compress_behind(raw: &[u8], beside: &[u8], said: &[u8], base: Arc<Self>) -> Result<Self, StoreError> {
+    /// A body that continues `said`.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn compress_behind(raw: &[u8], beside: &[u8], said: &[u8], base: Arc<Self>) -> Result<Self, StoreError> {
         Self::of(&shorten(raw), beside, Some((&shorten(said), base)))
     }
 
-    /// The same of bodies that have been shortened already.
+    /// Compresses. `beside` is what the store has at hand whenever it reads the body, such as the call's token ids. `behind` is what the
+    /// body continues, and the body of that. Where too little of it is there, or the chain would grow too long, the body stands alone.
+    /// Takes milliseconds per megabyte: large bodies belong on a thread of their own.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] where zstd fails, which it does only without memory.
     pub(crate) fn of(said: &Terse, beside: &[u8], behind: Option<(&Terse, Arc<Self>)>) -> Result<Self, StoreError> {
         let behind = behind.filter(|(_, base)| base.depth < LONGEST_CHAIN);
         let content = Content::of(said, behind.as_ref().map(|(base, _)| *base));
         let base = behind.map(|(_, base)| base).filter(|_| !content.is_alone());
         let packed = pack(&content.write(beside))?;
-        Ok(Self { beside: Bytes::copy_from_slice(beside), ..Self::from_stored(packed, Bytes::new(), base) })
+        Ok(Self::from_stored(packed, Bytes::copy_from_slice(beside), base))
     }
 
     /// A body as a store kept it, what it was compressed beside, and the one it was compressed behind. One that stands alone does not
@@ -117,8 +120,18 @@ impl Body {
         }
         let text = resolve(&contents, |content| &content.text).map_err(unreadable)?;
         let integers = resolve(&contents, |content| &content.integers).map_err(unreadable)?;
-        let floats = contents.swap_remove(0).floats;
-        Terse { text, integers, floats }.restore().map_err(unreadable)
+        let Content { length, floats, .. } = contents.swap_remove(0);
+        Terse { length, text, integers, floats }.restore().map_err(unreadable)
+    }
+}
+
+impl Drop for Body {
+    /// One after the other: a chain may be as long as its attempt, and each in the drop of the next would need that much stack.
+    fn drop(&mut self) {
+        let mut next = self.base.take();
+        while let Some(base) = next {
+            next = Arc::into_inner(base).and_then(|mut body| body.base.take());
+        }
     }
 }
 
@@ -138,6 +151,8 @@ fn resolve(newest_first: &[Content], part: fn(&Content) -> &Part) -> Result<Vec<
 
 /// What is compressed of a body: what it adds to the one before it.
 struct Content {
+    /// Of the whole body.
+    length: usize,
     text: Part,
     integers: Part,
     floats: Vec<u8>,
@@ -162,6 +177,7 @@ impl Part {
 impl Content {
     fn of(said: &Terse, base: Option<&Terse>) -> Self {
         Self {
+            length: said.length,
             text: Part::of(&said.text, base.map(|base| &*base.text)),
             integers: Part::of(&said.integers, base.map(|base| &*base.integers)),
             floats: said.floats.clone(),
@@ -172,15 +188,16 @@ impl Content {
         self.text.copies.is_empty() && self.integers.copies.is_empty()
     }
 
-    /// Each part behind its length: text and its copies, the copies of integers; then how many bytes the literal integers are, the
-    /// copies of them and the floats out of what is beside, and the numbers that are not there.
+    /// The body's length, and that of the literal integers; each part behind its length: the copies of the text and the rest of it, the copies of
+    /// the integers, the copies of the numbers out of what is beside; then the numbers that are not there.
     fn write(self, beside: &[u8]) -> Vec<u8> {
-        let Self { text, integers, floats } = self;
+        let Self { length: whole, text, integers, floats } = self;
         let numbers = [&*integers.literals, &floats].concat();
         let known = Part::of(&numbers, Some(beside));
         let parts = [&text.copies, &text.literals, &integers.copies, &known.copies];
         let length: usize = parts.iter().map(|part| part.len() + 4).sum();
-        let mut content = Vec::with_capacity(length + known.literals.len() + 8);
+        let mut content = Vec::with_capacity(length + known.literals.len() + 12);
+        push_varint(&mut content, whole as u64);
         push_varint(&mut content, integers.literals.len() as u64);
         for part in parts {
             push_varint(&mut content, part.len() as u64);
@@ -192,7 +209,7 @@ impl Content {
 
     fn read(content: &[u8], beside: &Bytes) -> Result<Self, String> {
         let mut parts = Varints::new(content);
-        let length = parts.next_usize()?;
+        let (whole, length) = (parts.next_usize()?, parts.next_usize()?);
         let mut next = || parts.next_slice().map(<[u8]>::to_vec);
         let (text, copies, known) = (Part { copies: next()?, literals: next()? }, next()?, next()?);
         let mut literals = parts.rest().to_vec();
@@ -204,7 +221,7 @@ impl Content {
             return Err("integers that break off".to_owned());
         }
         let floats = literals.split_off(length);
-        Ok(Self { text, integers: Part { copies, literals }, floats })
+        Ok(Self { length: whole, text, integers: Part { copies, literals }, floats })
     }
 }
 
@@ -224,6 +241,7 @@ fn pack(raw: &[u8]) -> Result<Vec<u8>, StoreError> {
 fn unpack(unpacker: &mut Decompressor<'_>, packed: &[u8]) -> std::io::Result<Vec<u8>> {
     let length = zstd::zstd_safe::get_frame_content_size(packed).ok().flatten();
     let length = length.and_then(|length| usize::try_from(length).ok());
+    let length = length.filter(|length| *length <= LONGEST);
     let length = length.ok_or_else(|| std::io::Error::other("it is not a body, or not a whole one"))?;
     unpacker.decompress(packed, length)
 }

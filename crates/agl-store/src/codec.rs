@@ -1,4 +1,4 @@
-//! Call rows as databases keep them: token ids, log-probs and version runs as blobs, the rest by name. Ids are LEB128 varints:
+//! Token ids, log-probs and version runs as blobs, and, for Postgres, the rest of a call row by name. Ids are LEB128 varints:
 //! two or three bytes for most vocabularies.
 
 use agl_core::trajectory::{CallOutcome, CallRow, Delivery, VersionRun};

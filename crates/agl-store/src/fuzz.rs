@@ -85,8 +85,8 @@ fn rows(data: &[u8]) {
         for number in [1, 2] {
             transaction
                 .execute(
-                    "INSERT INTO events (number, attempt, event_type, timestamp, data, http_status, digest, rows, base, request, response)
-                     VALUES (?1, 1, CAST(?2 AS TEXT), 0.0, CAST(?3 AS TEXT), ?4, ?5, ?6, ?7, ?8, ?9)",
+                    "INSERT INTO events (number, attempt, event_type, timestamp, data, http_status, digest, seq, rows, base, request, response)
+                     VALUES (?1, 1, CAST(?2 AS TEXT), 0.0, CAST(?3 AS TEXT), ?4, ?5, ?1, ?6, ?7, ?8, ?9)",
                     params![
                         number,
                         field(),

@@ -27,6 +27,7 @@ pub mod fuzz;
 pub mod memory;
 pub mod peers;
 pub mod postgres;
+mod python;
 pub mod record;
 mod rows;
 pub mod sqlite;

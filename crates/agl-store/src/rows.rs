@@ -26,11 +26,12 @@ pub(crate) fn to_blob(rows: &[CallRow]) -> Vec<u8> {
     for row in rows {
         let same = before == Some(row.call_id.as_str());
         before = Some(&row.call_id);
-        let flags = u8::from(row.log_probs.is_some()) * HAS_LOG_PROBS
-            | u8::from(row.trainable) * TRAINABLE
-            | code(&OUTCOMES, row.outcome) << OUTCOME
-            | code(&DELIVERIES, row.delivery) << DELIVERY
-            | u8::from(same) * SAME_CALL;
+        let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
+        let flags = flag(row.log_probs.is_some(), HAS_LOG_PROBS)
+            | flag(row.trainable, TRAINABLE)
+            | (code(&OUTCOMES, row.outcome) << OUTCOME)
+            | (code(&DELIVERIES, row.delivery) << DELIVERY)
+            | flag(same, SAME_CALL);
         blob.push(flags);
         if !same {
             push_slice(&mut blob, row.call_id.as_bytes());

@@ -9,6 +9,7 @@
 use agl_core::digits::integer;
 
 use crate::codec::{Varints, push_varint};
+use crate::python::Written;
 
 /// A list of integers: how many.
 const INTEGERS: u8 = 1;
@@ -38,6 +39,8 @@ const BEHIND_BYTES: &[u8] = br#"],"top_logprobs":[]}"#;
 /// A text without its numbers, and the numbers: those of a call are known from its rows too.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Terse {
+    /// Of the whole text.
+    pub(crate) length: usize,
     /// With a mark for each number or list of numbers.
     pub(crate) text: Vec<u8>,
     /// LEB128.
@@ -48,7 +51,7 @@ pub(crate) struct Terse {
 
 /// The same text with numbers put aside.
 pub(crate) fn shorten(text: &[u8]) -> Terse {
-    let mut short = Terse::default();
+    let mut short = Terse { length: text.len(), ..Terse::default() };
     if text.iter().any(|byte| (INTEGERS..=FURTHER).contains(byte)) {
         return Terse::plain(text);
     }
@@ -151,7 +154,7 @@ impl Content {
 
     /// The token that goes on with the content.
     fn token(&mut self, before: &[u8], skip: usize, length: usize) -> Result<Vec<u8>, String> {
-        let start = self.at_entry(before.len()).and_then(|next| next.checked_add(skip));
+        let start = self.at_entry(before.len()).filter(|_| skip <= FURTHEST).map(|next| next + skip);
         let end = start.and_then(|start| start.checked_add(length));
         self.next = end;
         let token = start.zip(end).and_then(|(start, end)| before.get(start..end));
@@ -162,7 +165,7 @@ impl Content {
 impl Terse {
     /// A text of which nothing is put aside: one that is no answer.
     pub(crate) fn plain(text: &[u8]) -> Self {
-        Self { text: [&[AS_IT_IS], text].concat(), ..Self::default() }
+        Self { length: text.len(), text: [&[AS_IT_IS], text].concat(), ..Self::default() }
     }
 
     /// In bytes.
@@ -185,6 +188,9 @@ impl Terse {
         let mut content = Content::default();
         let mut text = Vec::with_capacity(rest.len() * 2);
         while let Some((&byte, behind)) = rest.split_first() {
+            if text.len() > self.length {
+                return Err("more text than there was".to_owned());
+            }
             rest = behind;
             let mut numbers = Varints::new(rest);
             match byte {
@@ -222,6 +228,9 @@ impl Terse {
                     text.push(byte);
                 }
             }
+        }
+        if text.len() != self.length {
+            return Err(format!("{} bytes of text instead of {}", text.len(), self.length));
         }
         if !integers.rest().is_empty() || !floats.is_empty() {
             return Err("numbers without a place".to_owned());
@@ -359,111 +368,6 @@ fn push_decimal(text: &mut Vec<u8>, mut value: u64) {
     text.extend_from_slice(&digits[at..]);
 }
 
-/// A number as Python's `repr` and `json.dumps` write it: the fewest digits that give it back.
-struct Written {
-    bytes: [u8; 32],
-    length: usize,
-}
-
-impl Written {
-    /// Of a finite number.
-    fn of(value: f64) -> Self {
-        let mut written = Self { bytes: [0; 32], length: 0 };
-        if value.is_sign_negative() {
-            written.push(b"-");
-        }
-        let Digits { digits, count, point } = Digits::of(value.abs());
-        let digits = &digits[..count];
-        if !(-3..=16).contains(&point) {
-            written.push(&digits[..1]);
-            if count > 1 {
-                written.push(b".");
-                written.push(&digits[1..]);
-            }
-            let exponent = point - 1;
-            written.push(if exponent < 0 { b"e-" } else { b"e+" });
-            let exponent = exponent.unsigned_abs();
-            if exponent > 99 {
-                written.push_digit(exponent / 100);
-            }
-            written.push_digit(exponent / 10);
-            written.push_digit(exponent);
-            return written;
-        }
-        const ZEROS: [u8; 16] = [b'0'; 16];
-        let before = usize::try_from(point).unwrap_or_default();
-        match before {
-            0 => written.push(b"0"),
-            _ => written.push(&digits[..before.min(count)]),
-        }
-        written.push(&ZEROS[..before.saturating_sub(count)]);
-        written.push(b".");
-        written.push(&ZEROS[..usize::try_from(-point).unwrap_or_default()]);
-        written.push(if before < count { &digits[before..] } else { b"0" });
-        written
-    }
-
-    fn push(&mut self, bytes: &[u8]) {
-        let end = self.length + bytes.len();
-        if let Some(room) = self.bytes.get_mut(self.length..end) {
-            room.copy_from_slice(bytes);
-            self.length = end;
-        }
-    }
-
-    fn push_digit(&mut self, digit: u32) {
-        self.push(&[b'0' + (digit % 10) as u8]);
-    }
-
-    fn as_bytes(&self) -> &[u8] {
-        &self.bytes[..self.length]
-    }
-}
-
-/// A number as 0.DIGITS · 10^point, with as few digits as give it back.
-struct Digits {
-    digits: [u8; 20],
-    count: usize,
-    point: i32,
-}
-
-impl Digits {
-    /// Of a finite number that is not negative.
-    fn of(value: f64) -> Self {
-        let mut buffer = zmij::Buffer::new();
-        let mut found = Self { digits: [b'0'; 20], count: 0, point: 0 };
-        let (mut behind, mut exponent, mut is_exponent, mut sign) = (false, 0, false, 1);
-        for byte in buffer.format_finite(value).bytes() {
-            match byte {
-                b'.' => behind = true,
-                b'+' => {}
-                b'e' => is_exponent = true,
-                b'-' => sign = -1,
-                digit if is_exponent => exponent = exponent * 10 + i32::from(digit - b'0'),
-                // Zeros in front only move the point.
-                b'0' if found.count == 0 => found.point -= i32::from(behind),
-                digit => {
-                    if let Some(place) = found.digits.get_mut(found.count) {
-                        *place = digit;
-                    }
-                    found.count += 1;
-                    found.point += i32::from(!behind);
-                }
-            }
-        }
-        found.point += sign * exponent;
-        while found.count > 1 && found.digits.get(found.count - 1) == Some(&b'0') {
-            found.count -= 1;
-        }
-        if found.count == 0 {
-            // Zero itself.
-            (found.count, found.point) = (1, 1);
-        }
-        found.count = found.count.min(found.digits.len());
-        found
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -559,38 +463,6 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_written_as_python_writes_them() {
-        for (value, written) in [
-            (-0.0, "-0.0"),
-            (1.0, "1.0"),
-            (0.0001, "0.0001"),
-            (0.00001, "1e-05"),
-            (-1.192_092_895_507_812_5e-7, "-1.1920928955078125e-07"),
-            (123_456_789.5, "123456789.5"),
-            (1e16, "1e+16"),
-            (1e15, "1000000000000000.0"),
-        ] {
-            assert_eq!(String::from_utf8_lossy(Written::of(value).as_bytes()), written);
-        }
-        // Of two that are equally near, Python takes the even one.
-        assert_eq!(String::from_utf8_lossy(Written::of(763.101_135_253_906_25).as_bytes()), "763.1011352539062");
-        for step in 0..20_000_u32 {
-            let value = f64::from(f32::from_bits(step.wrapping_mul(2_654_435_761)));
-            if value.is_finite() {
-                let written = Written::of(value);
-                let text = std::str::from_utf8(written.as_bytes()).unwrap();
-                assert_eq!(text.parse(), Ok(value));
-                // As few digits as the standard library needs.
-                let digits = |text: &str| {
-                    let digits = text.split('e').next().unwrap_or_default().replace(['-', '.'], "");
-                    digits.trim_matches('0').len()
-                };
-                assert_eq!(digits(text), digits(&format!("{value:e}")), "{text}");
-            }
-        }
-    }
-
-    #[test]
     fn bytes_that_were_not_made_here_are_an_error_not_a_panic() {
         for wrong in [
             &b""[..],
@@ -602,11 +474,17 @@ mod tests {
             &[1, NEXT, 1],
             &[1, FURTHER, 1],
         ] {
-            let short = Terse { text: wrong.to_vec(), integers: vec![1], floats: vec![0; 3] };
+            let short = Terse { length: 9, text: wrong.to_vec(), integers: vec![1], floats: vec![0; 3] };
             assert!(short.restore().is_err(), "{wrong:?}");
         }
         // Numbers that nothing refers to.
-        let short = Terse { text: vec![1, b'a'], integers: vec![1], floats: Vec::new() };
+        let short = Terse { length: 1, text: vec![1, b'a'], integers: vec![1], floats: Vec::new() };
         assert!(short.restore().is_err());
+        // Another length than it had.
+        let entry =
+            br#"{"content":"ab"},{"token":"ab","logprob":-0.006819606758654118,"bytes":[97,98],"top_logprobs":[]}"#;
+        for length in [0, 20, entry.len() - 1, entry.len() + 1] {
+            assert!(Terse { length, ..shorten(entry) }.restore().is_err(), "{length}");
+        }
     }
 }

@@ -549,3 +549,35 @@ async fn a_change_log_that_is_read_from_before_a_deletion_tells_of_it() {
         assert_eq!(changes.last().unwrap().cursor, *store.newest_change().borrow());
     }
 }
+
+#[tokio::test]
+async fn attempts_are_listed_in_the_order_in_which_they_were_made_whatever_was_heard_of_first() {
+    for Opened { store, .. } in &all().await {
+        store.create_rollouts(vec![rollout("r")]).await.unwrap();
+        store.append_event("r", "b", event("note", json!({})), 1.0).await.unwrap();
+        for id in ["a", "b"] {
+            store.create_attempt("r", Some(id.to_owned()), 2.0).await.unwrap();
+        }
+        let ids: Vec<String> =
+            store.attempts("r").await.unwrap().into_iter().map(|detail| detail.attempt.attempt_id).collect();
+        assert_eq!(ids, ["a", "b"]);
+    }
+}
+
+#[tokio::test]
+async fn what_is_told_of_a_rollout_that_was_made_anew_does_not_concern_its_later_calls() {
+    for Opened { store, .. } in &all().await {
+        store.create_rollouts(vec![rollout("r")]).await.unwrap();
+        let late = Settlement {
+            rollout_id: "r".to_owned(),
+            attempt_id: "0".to_owned(),
+            seqs: vec![1],
+            delivery: Delivery::Undelivered,
+        };
+        store.record_call(call(vec![row(0, Delivery::Delivered)])).await.unwrap();
+        store.settle(vec![late]).await.unwrap();
+        store.record_call(call(vec![row(1, Delivery::Delivered)])).await.unwrap();
+        let calls = store.calls("r", "0", 0).await.unwrap();
+        assert_eq!(calls.iter().map(|call| call.row.delivery).collect::<Vec<_>>(), [Delivery::Delivered; 2]);
+    }
+}

@@ -33,8 +33,9 @@ pub(super) fn create(
     };
     let attempt = Attempt::new(rollout_id.to_owned(), attempt_id, now);
     sql.run(
-        "INSERT INTO attempts (rollout_id, attempt_id, body) VALUES (?1, ?2, ?3)
-         ON CONFLICT DO UPDATE SET body = excluded.body",
+        "INSERT INTO attempts (rollout_id, attempt_id, body, made)
+         VALUES (?1, ?2, ?3, (SELECT coalesce(max(made), 0) + 1 FROM attempts WHERE rollout_id = ?1))
+         ON CONFLICT DO UPDATE SET body = excluded.body, made = excluded.made",
         params![rollout_id, attempt.attempt_id, to_json(&attempt, rollout_id)?],
     )?;
     Ok((detail(sql, attempt)?, true))
@@ -51,7 +52,7 @@ pub(super) fn get(sql: &Sql<'_>, rollout_id: &str, attempt_id: &str) -> Result<O
 
 pub(super) fn list(sql: &Sql<'_>, rollout_id: &str) -> Result<Vec<AttemptDetail>, StoreError> {
     rollouts::must_exist(sql, rollout_id)?;
-    let bodies = "SELECT body FROM attempts WHERE rollout_id = ?1 AND body IS NOT NULL ORDER BY number";
+    let bodies = "SELECT body FROM attempts WHERE rollout_id = ?1 AND body IS NOT NULL ORDER BY made";
     let bodies = sql.all(bodies, [rollout_id], |row| row.get::<_, String>(0))?;
     bodies.iter().map(|body| detail(sql, from_json(body, rollout_id)?)).collect()
 }

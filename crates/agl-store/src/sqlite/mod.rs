@@ -267,7 +267,7 @@ fn open_writer(path: &Path) -> Result<Connection, StoreError> {
 #[async_trait]
 impl Store for SqliteStore {
     async fn create_rollouts(&self, new: Vec<Rollout>) -> Result<Vec<Rollout>, StoreError> {
-        self.write(move |sql| new.into_iter().map(|rollout| rollouts::create(sql, rollout)).collect()).await
+        self.write(move |sql| rollouts::create(sql, new)).await
     }
 
     async fn rollout(&self, rollout_id: &str) -> Result<Option<Rollout>, StoreError> {

@@ -8,7 +8,15 @@ use crate::StoreError;
 use crate::memory::terminal_item;
 use crate::record::{Change, ChangeKind, RolloutQuery, TerminalItem, TerminalPage, run_id_of};
 
-pub(super) fn create(sql: &Sql<'_>, rollout: Rollout) -> Result<Rollout, StoreError> {
+pub(super) fn create(sql: &Sql<'_>, new: Vec<Rollout>) -> Result<Vec<Rollout>, StoreError> {
+    // All are read before any is written: one that cannot be read concerns nobody else.
+    for rollout in &new {
+        get(sql, &rollout.rollout_id)?;
+    }
+    new.into_iter().map(|rollout| create_one(sql, rollout)).collect()
+}
+
+fn create_one(sql: &Sql<'_>, rollout: Rollout) -> Result<Rollout, StoreError> {
     if let Some(known) = get(sql, &rollout.rollout_id)? {
         return Ok(known);
     }
@@ -139,14 +147,15 @@ pub(super) fn terminal(sql: &Sql<'_>, after: u64, limit: usize) -> Result<Termin
 }
 
 pub(super) fn mark_consumed(sql: &Sql<'_>, mark: &Consumed, rollout_ids: &[String]) -> Result<u64, StoreError> {
+    // All are read before any is written: one that cannot be read concerns nobody else.
+    let found: Vec<Option<Rollout>> = rollout_ids.iter().map(|id| get(sql, id)).collect::<Result<_, _>>()?;
     let mut marked = 0;
-    for rollout_id in rollout_ids {
-        let Some(mut rollout) = get(sql, rollout_id)? else { continue };
+    for mut rollout in found.into_iter().flatten() {
         marked += 1;
         if rollout.consumed.as_ref() != Some(mark) {
             rollout.consumed = Some(mark.clone());
             update(sql, &rollout)?;
-            log(sql, ChangeKind::Consumed, rollout_id)?;
+            log(sql, ChangeKind::Consumed, &rollout.rollout_id)?;
         }
     }
     Ok(marked)

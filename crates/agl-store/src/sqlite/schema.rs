@@ -41,6 +41,8 @@ CREATE TABLE attempts (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     rollout_id TEXT NOT NULL,
     attempt_id TEXT NOT NULL,
+    -- In the order in which the rollout's attempts were made.
+    made INTEGER,
     body TEXT,
     UNIQUE (rollout_id, attempt_id)
 ) STRICT;
@@ -56,6 +58,8 @@ CREATE TABLE events (
     http_status INTEGER,
     status TEXT,
     digest BLOB,
+    -- The highest number among its rows.
+    seq INTEGER,
     rows BLOB,
     base INTEGER,
     request BLOB,

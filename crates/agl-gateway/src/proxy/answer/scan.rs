@@ -1,19 +1,23 @@
-//! JSON read in one pass over its bytes, for answers of many kilobytes of which a few fields count. What is passed over is looked at
-//! only as far as needed to find its end; whatever does not look as expected ends the scan, and the answer is read with more care
-//! elsewhere.
+//! JSON read in one pass over its bytes, for answers of many kilobytes of which a few fields count. What is no JSON is refused, also where
+//! it is passed over; whatever else does not look as expected ends the scan too, and the answer is read with more care elsewhere.
 
 use agl_core::digits;
+
+/// What is nested deeper is left to others.
+const DEEPEST: u32 = 64;
 
 /// A place in a text.
 pub(super) struct Scan<'a> {
     text: &'a [u8],
     at: usize,
+    /// Of what is passed over.
+    depth: u32,
 }
 
 impl<'a> Scan<'a> {
     /// At the beginning.
     pub(super) fn new(text: &'a str) -> Self {
-        Self { text: text.as_bytes(), at: 0 }
+        Self { text: text.as_bytes(), at: 0, depth: 0 }
     }
 
     /// The next byte that is no space.
@@ -40,7 +44,8 @@ impl<'a> Scan<'a> {
             return Some(());
         }
         loop {
-            let key = self.string()?;
+            // A key that is written with escapes may be one of ours.
+            let key = self.string().filter(|key| !key.contains(&b'\\'))?;
             self.take(b':')?;
             field(self, key)?;
             if self.take(b',').is_none() {
@@ -78,7 +83,8 @@ impl<'a> Scan<'a> {
         loop {
             match self.text.get(self.at)? {
                 b'"' => break,
-                b'\\' => self.at += 2,
+                b'\\' => self.at += self.escape()?,
+                0..0x20 => return None,
                 _ => self.at += 1,
             }
         }
@@ -87,16 +93,51 @@ impl<'a> Scan<'a> {
         string
     }
 
+    /// How long the escape is that begins here.
+    fn escape(&self) -> Option<usize> {
+        match self.text.get(self.at + 1)? {
+            b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't' => Some(2),
+            b'u' => {
+                let digits = self.text.get(self.at + 2..self.at + 6)?;
+                digits.iter().all(u8::is_ascii_hexdigit).then_some(6)
+            }
+            _ => None,
+        }
+    }
+
     /// A number.
     pub(super) fn number(&mut self) -> Option<f64> {
-        let first = self.peek()?;
+        self.peek()?;
         let start = self.at;
-        let is_part = |byte: &u8| byte.is_ascii_digit() || matches!(byte, b'-' | b'+' | b'.' | b'e' | b'E');
-        while self.text.get(self.at).is_some_and(is_part) {
+        self.pass_number()?;
+        std::str::from_utf8(&self.text[start..self.at]).ok()?.parse().ok()
+    }
+
+    fn pass_number(&mut self) -> Option<()> {
+        self.at += usize::from(self.text.get(self.at) == Some(&b'-'));
+        match self.text.get(self.at)? {
+            b'0' => self.at += 1,
+            _ => self.pass_digits()?,
+        }
+        if self.text.get(self.at) == Some(&b'.') {
+            self.at += 1;
+            self.pass_digits()?;
+        }
+        if matches!(self.text.get(self.at), Some(b'e' | b'E')) {
+            self.at += 1;
+            self.at += usize::from(matches!(self.text.get(self.at), Some(b'+' | b'-')));
+            self.pass_digits()?;
+        }
+        Some(())
+    }
+
+    /// One digit or more.
+    fn pass_digits(&mut self) -> Option<()> {
+        let start = self.at;
+        while self.text.get(self.at).is_some_and(u8::is_ascii_digit) {
             self.at += 1;
         }
-        let written = std::str::from_utf8(&self.text[start..self.at]).ok()?;
-        written.parse().ok().filter(|_| first == b'-' || first.is_ascii_digit())
+        (self.at > start).then_some(())
     }
 
     /// A whole number.
@@ -128,33 +169,23 @@ impl<'a> Scan<'a> {
     pub(super) fn skip(&mut self) -> Option<()> {
         match self.peek()? {
             b'"' => self.string().map(|_| ()),
-            b'{' | b'[' => self.skip_nested(),
-            _ => {
-                let is_end = |byte: &u8| matches!(byte, b',' | b']' | b'}' | b' ' | b'\n' | b'\r' | b'\t');
-                let length = self.text[self.at..].iter().position(is_end).unwrap_or(self.text.len() - self.at);
-                let scalar = &self.text[self.at..self.at + length];
-                self.at += length;
-                serde_json::from_slice::<serde::de::IgnoredAny>(scalar).ok().map(|_| ())
-            }
+            b'{' => self.deeper(|scan| scan.object(|scan, _| scan.skip())),
+            b'[' => self.deeper(|scan| scan.array(Self::skip)),
+            b't' => self.word(b"true"),
+            b'f' => self.word(b"false"),
+            b'n' => self.word(b"null"),
+            _ => self.pass_number(),
         }
     }
 
-    fn skip_nested(&mut self) -> Option<()> {
-        let mut depth = 0_u32;
-        loop {
-            match self.text.get(self.at)? {
-                b'"' => {
-                    self.string()?;
-                    continue;
-                }
-                b'{' | b'[' => depth += 1,
-                b'}' | b']' => depth -= 1,
-                _ => {}
-            }
-            self.at += 1;
-            if depth == 0 {
-                return Some(());
-            }
-        }
+    fn word(&mut self, word: &[u8]) -> Option<()> {
+        self.text[self.at..].starts_with(word).then(|| self.at += word.len())
+    }
+
+    fn deeper(&mut self, pass: impl FnOnce(&mut Self) -> Option<()>) -> Option<()> {
+        self.depth += 1;
+        let passed = (self.depth <= DEEPEST).then(|| pass(self)).flatten();
+        self.depth -= 1;
+        passed
     }
 }

@@ -183,6 +183,10 @@ pub fn database(file: &Path) {
             "calls that stand behind another attempt's",
             "SELECT count(*) FROM events call JOIN events base ON base.number = call.base WHERE base.attempt <> call.attempt",
         ),
+        (
+            "calls with the number of another",
+            "SELECT count(*) - count(DISTINCT attempt || '/' || seq) FROM events WHERE seq IS NOT NULL",
+        ),
         ("events without an attempt", "SELECT count(*) FROM events WHERE attempt NOT IN (SELECT number FROM attempts)"),
         (
             "attempts without a rollout",
