@@ -20,7 +20,7 @@ run_check() {
 ./x check processes          the recipe as three processes, seed 1: ≥ 0.90
 ./x check llamacpp           llama.cpp's own server behind the gateway: prompt ids, sampled ids, log-probs, merged turns
 ./x check soak               1.5 million calls through the gateway: memory, descriptors and tasks do not grow
-./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands, mini-SWE-agent: captured, with ids, merged
+./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands (Python 3.12), mini-SWE-agent: captured, with ids, merged
 ./x check schemathesis [N]   the whole HTTP interface as /openapi.json describes it, N made-up requests per operation (default 100)
 ./x check fuzz [SECONDS [TARGET…]]  every fuzzer for so long (default 600); what was found is kept for the next time
 ./x check kills [postgres | pair]  kill -9 of the gateway, or of either of two, a hundred times under 64 agents: nothing acknowledged is lost, nothing corrupt

@@ -40,7 +40,10 @@ def pip(name, *packages):
     folder = HOME / name
     if not (folder / ".installed").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([os.environ.get("AGL_PYTHON312", "python3"), "-m", "venv", folder], check=True)
+        python = os.environ.get("AGL_PYTHON312", "python3")
+        if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 12))"]).returncode != 0:
+            sys.exit(f"{name} needs Python 3.12, which {python} is not: name one in AGL_PYTHON312")
+        subprocess.run([python, "-m", "venv", folder], check=True)
         subprocess.run([folder / "bin" / "pip", "install", "--quiet", *packages], check=True)
         (folder / ".installed").write_text(" ".join(packages))
     return folder / "bin"
