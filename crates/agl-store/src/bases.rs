@@ -64,14 +64,14 @@ impl Packed {
     }
 
     /// Compresses the bodies without a base.
-    pub(crate) fn alone(request: &[u8], response: &[u8], beside: &[u8]) -> Result<Self, StoreError> {
+    pub(crate) fn alone(request: &[u8], response: &[u8], beside: &Bytes) -> Result<Self, StoreError> {
         Self::of::<()>(Terse::plain(request), response, beside, None)
     }
 
-    fn of<P>(request: Terse, response: &[u8], beside: &[u8], base: Option<&Said<P>>) -> Result<Self, StoreError> {
+    fn of<P>(request: Terse, response: &[u8], beside: &Bytes, base: Option<&Said<P>>) -> Result<Self, StoreError> {
         let answered = base.and_then(|said| said.response.as_ref());
         let response = (!response.is_empty()).then(|| Sealed::of(shorten(response), beside, answered));
-        let request = Sealed::of(request, b"", base.map(|said| &said.request))?;
+        let request = Sealed::of(request, &Bytes::new(), base.map(|said| &said.request))?;
         Ok(Self { request, response: response.transpose()? })
     }
 
@@ -207,7 +207,7 @@ pub(crate) async fn pack<P: Send + Sync + 'static>(
 }
 
 impl Sealed {
-    fn of<P>(mut said: Terse, beside: &[u8], base: Option<&Kept<P>>) -> Result<Self, StoreError> {
+    fn of<P>(mut said: Terse, beside: &Bytes, base: Option<&Kept<P>>) -> Result<Self, StoreError> {
         let body = Body::of(&said, beside, base.map(|base| (&base.said, Arc::clone(&base.body))))?;
         // No other body has the same log-probs.
         said.floats = Vec::new();

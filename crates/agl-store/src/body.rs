@@ -13,7 +13,7 @@ use zstd::bulk::{Compressor, Decompressor};
 use zstd::dict::{DecoderDictionary, EncoderDictionary};
 
 use crate::StoreError;
-use crate::codec::{Varints, push_varint};
+use crate::codec::{Varints, push_slice, push_varint};
 use crate::delta::{self, Delta, Encoded};
 use crate::terse::Terse;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -51,13 +51,13 @@ impl Body {
     /// A body that stands alone.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn compress(raw: &[u8], beside: &[u8]) -> Result<Self, StoreError> {
-        Self::of(&shorten(raw), beside, None)
+        Self::of(&shorten(raw), &Bytes::copy_from_slice(beside), None)
     }
 
     /// A body that continues `said`.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn compress_behind(raw: &[u8], beside: &[u8], said: &[u8], base: Arc<Self>) -> Result<Self, StoreError> {
-        Self::of(&shorten(raw), beside, Some((&shorten(said), base)))
+        Self::of(&shorten(raw), &Bytes::copy_from_slice(beside), Some((&shorten(said), base)))
     }
 
     /// Compresses. `beside` is what the store has at hand whenever it reads the body, such as the call's token ids. `behind` is what the
@@ -66,12 +66,12 @@ impl Body {
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] where zstd fails, which it does only without memory.
-    pub(crate) fn of(said: &Terse, beside: &[u8], behind: Option<(&Terse, Arc<Self>)>) -> Result<Self, StoreError> {
+    pub(crate) fn of(said: &Terse, beside: &Bytes, behind: Option<(&Terse, Arc<Self>)>) -> Result<Self, StoreError> {
         let behind = behind.filter(|(_, base)| base.depth < LONGEST_CHAIN);
         let content = Content::of(said, behind.as_ref().map(|(base, _)| *base));
         let base = behind.map(|(_, base)| base).filter(|_| !content.is_alone());
         let packed = pack(&content.write(beside))?;
-        Ok(Self::from_stored(packed, Bytes::copy_from_slice(beside), base))
+        Ok(Self::from_stored(packed, beside.clone(), base))
     }
 
     /// A body as a store kept it, what it was compressed beside, and the one it was compressed behind. One that stands alone does not
@@ -159,7 +159,6 @@ struct Content {
 }
 
 /// As in [`delta`]. Without copies it stands alone.
-#[derive(Default)]
 struct Part {
     copies: Vec<u8>,
     literals: Vec<u8>,
@@ -199,10 +198,7 @@ impl Content {
         let mut content = Vec::with_capacity(length + known.literals.len() + 12);
         push_varint(&mut content, whole as u64);
         push_varint(&mut content, integers.literals.len() as u64);
-        for part in parts {
-            push_varint(&mut content, part.len() as u64);
-            content.extend_from_slice(part);
-        }
+        parts.into_iter().for_each(|part| push_slice(&mut content, part));
         content.extend_from_slice(&known.literals);
         content
     }

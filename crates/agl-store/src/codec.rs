@@ -135,6 +135,12 @@ pub(crate) fn push_varint(blob: &mut Vec<u8>, mut value: u64) {
     }
 }
 
+/// Adds bytes behind their length.
+pub(crate) fn push_slice(blob: &mut Vec<u8>, slice: &[u8]) {
+    push_varint(blob, slice.len() as u64);
+    blob.extend_from_slice(slice);
+}
+
 fn varints(blob: &[u8]) -> Result<Vec<u64>, String> {
     let mut values = Vec::with_capacity(blob.len() / 2);
     let mut numbers = Varints::new(blob);

@@ -3,8 +3,8 @@
 use agl_core::trajectory::{CallOutcome, CallRow, Delivery};
 
 use crate::codec::{
-    Varints, ids_from_blob, ids_to_blob, log_probs_from_blob, log_probs_to_blob, push_varint, versions_from_blob,
-    versions_to_blob,
+    Varints, ids_from_blob, ids_to_blob, log_probs_from_blob, log_probs_to_blob, push_slice, push_varint,
+    versions_from_blob, versions_to_blob,
 };
 
 /// The lowest bits of the flags; two bits of outcome and two of delivery follow.
@@ -83,11 +83,6 @@ pub(crate) fn from_blob(blob: &[u8]) -> Result<Vec<CallRow>, String> {
         rest = parts.rest();
     }
     Ok(rows)
-}
-
-fn push_slice(blob: &mut Vec<u8>, slice: &[u8]) {
-    push_varint(blob, slice.len() as u64);
-    blob.extend_from_slice(slice);
 }
 
 /// The place in a list of at most four, which is part of the format.

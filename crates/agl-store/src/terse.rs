@@ -6,6 +6,8 @@
 //! bytes. Of an entry whose token is the next piece of the `content` before it, only the length is kept. Marks are control characters,
 //! which JSON does not have; a text that has them stays as it is.
 
+use std::borrow::Cow;
+
 use agl_core::digits::integer;
 
 use crate::codec::{Varints, push_varint};
@@ -281,15 +283,7 @@ fn entry(text: &[u8]) -> Option<(&[u8], f32, usize)> {
     let rest = rest[token.len()..].strip_prefix(BEFORE_LOG_PROB)?;
     let (value, length) = number(rest)?;
     let mut rest = rest[length..].strip_prefix(BEFORE_BYTES)?;
-    let decoded;
-    let bytes = match decode(token)? {
-        Token::Plain => token,
-        Token::Escaped(text) => {
-            decoded = text;
-            decoded.as_bytes()
-        }
-    };
-    for (index, byte) in bytes.iter().enumerate() {
+    for (index, byte) in decode(token)?.iter().enumerate() {
         if index > 0 {
             rest = rest.strip_prefix(b",")?;
         }
@@ -304,14 +298,7 @@ fn entry(text: &[u8]) -> Option<(&[u8], f32, usize)> {
 }
 
 fn push_entry(text: &mut Vec<u8>, token: &[u8], log_prob: f32) -> Option<()> {
-    let decoded;
-    let bytes = match decode(token)? {
-        Token::Plain => token,
-        Token::Escaped(text) => {
-            decoded = text;
-            decoded.as_bytes()
-        }
-    };
+    let bytes = decode(token)?;
     text.extend_from_slice(BEFORE_TOKEN);
     text.extend_from_slice(token);
     text.extend_from_slice(BEFORE_LOG_PROB);
@@ -327,18 +314,12 @@ fn push_entry(text: &mut Vec<u8>, token: &[u8], log_prob: f32) -> Option<()> {
     Some(())
 }
 
-enum Token {
-    /// Its bytes are those that it is written with.
-    Plain,
-    Escaped(String),
-}
-
-/// What a JSON string says, without its quotes; `None` where that is no text.
-fn decode(token: &[u8]) -> Option<Token> {
+/// What a JSON string says that is written so between its quotes; `None` where that is no text.
+fn decode(token: &[u8]) -> Option<Cow<'_, [u8]>> {
     if !token.contains(&b'\\') {
-        return Some(Token::Plain);
+        return Some(token.into());
     }
-    serde_json::from_slice(&[b"\"", token, b"\""].concat()).ok().map(Token::Escaped)
+    serde_json::from_slice(&[b"\"", token, b"\""].concat()).ok().map(|text: String| text.into_bytes().into())
 }
 
 /// Where the quote stands that ends a JSON string.
