@@ -2,20 +2,6 @@
 
 use super::*;
 
-/// What a harness sends in its turn: all it sent before, and something new.
-fn turn(agent: &str, number: u64) -> CallRecord {
-    let said = |number: u64| -> String {
-        let words = (1..200_u64).map(|word| word.wrapping_mul(number + 3).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        words.map(|word| format!("{word:x} ")).collect()
-    };
-    let messages: Vec<String> = (0..=number).map(|number| format!("{agent} {}", said(number))).collect();
-    CallRecord {
-        request: json!({"model": "policy", "messages": messages}).to_string().into(),
-        response: json!({"prompt_token_ids": messages, "choices": []}).to_string().into(),
-        ..call(vec![row(0, Delivery::Delivered)])
-    }
-}
-
 #[tokio::test]
 async fn events_keep_their_order_and_their_payload() {
     for Opened { store, .. } in &all().await {
