@@ -34,8 +34,11 @@ async fn measure() -> anyhow::Result<()> {
     let gateway = Gateway::bind(config).await?;
     let client = GatewayClient::new(&format!("http://{}", gateway.addr()), "k")?;
     let served = tokio::spawn(gateway.serve(std::future::pending()));
-    let config =
-        ControllerConfig { max_concurrent: 8, work_dir: folder.path().join("work"), ..ControllerConfig::default() };
+    let config = ControllerConfig {
+        max_concurrent: Some(8),
+        work_dir: folder.path().join("work"),
+        ..ControllerConfig::default()
+    };
     let controlled = tokio::spawn(Controller::new(config, client.clone()).run(std::future::pending()));
 
     // `date` is a program of its own: its start is part of what is measured.

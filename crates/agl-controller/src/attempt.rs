@@ -1,25 +1,18 @@
-//! The life of one attempt: keys, launch, supervision, verdict, report.
+//! The life of one attempt: keys, start, watching, verdict, report. Where it runs is the runner's business.
 
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use agl_client::{AttemptDetail, AttemptGrant, ClientError, GatewayClient};
+use agl_client::{AttemptDetail, ClientError, GatewayClient};
 use agl_core::attempt::{AttemptPatch, AttemptState, FailureClass};
 use agl_core::rollout::{Rollout, RolloutState, StatusPatch};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use crate::config::ControllerConfig;
-use crate::launch::Launch;
-use crate::supervised::{Step, Supervised, tail};
+use crate::runner::{Leave, Order, Outcome, Run, Runner, Step, fields};
 use crate::supervisor::record::Answer;
 use crate::verdict::{Calls, NO_CALL, Retry, Stopper, Verdict};
-use crate::work_dir::{AttemptDir, WorkDir};
-
-/// Beyond its grace a supervisor gets this long before it is killed itself.
-const SUPERVISOR_GRACE: Duration = Duration::from_secs(10);
 
 /// Why an attempt is to end before its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +36,6 @@ pub(crate) enum Next {
 }
 
 /// An attempt that is to be made.
-#[derive(Debug)]
 pub(crate) struct Due {
     pub(crate) rollout: Rollout,
     /// Its id is this number.
@@ -52,25 +44,31 @@ pub(crate) struct Due {
     pub(crate) spent: u32,
     /// The gateway has it as `running` already.
     pub(crate) reported: bool,
+    /// How long infrastructure gets to recover before this.
+    pub(crate) wait: Duration,
     /// What still belongs to it of an earlier controller.
-    pub(crate) found: Option<Supervised>,
+    pub(crate) found: Option<Box<dyn Run>>,
+}
+
+impl std::fmt::Debug for Due {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "attempt {} of {}", self.number, self.rollout.rollout_id)
+    }
 }
 
 /// What all attempts share.
 #[derive(Debug)]
-pub(crate) struct Runner {
+pub(crate) struct Attempts {
     pub(crate) config: ControllerConfig,
     pub(crate) client: GatewayClient,
-    pub(crate) work_dir: WorkDir,
-    pub(crate) host: String,
-    pub(crate) cwd: PathBuf,
-    /// Agents go on when the controller ends. Read where a supervisor is let go.
-    pub(crate) leave: Arc<AtomicBool>,
+    pub(crate) runner: Arc<dyn Runner>,
+    /// Agents go on when the controller ends.
+    pub(crate) leave: Leave,
 }
 
 impl Due {
     pub(crate) fn first(rollout: Rollout) -> Self {
-        Self { rollout, number: 0, spent: 0, reported: false, found: None }
+        Self { rollout, number: 0, spent: 0, reported: false, wait: Duration::ZERO, found: None }
     }
 
     fn attempt_id(&self) -> String {
@@ -78,8 +76,8 @@ impl Due {
     }
 }
 
-impl Runner {
-    /// What a rollout needs of which we only know what the gateway and the work directory tell: an earlier controller ran
+impl Attempts {
+    /// What a rollout needs of which we only know what the gateway and the runner tell: an earlier controller ran
     /// it, or another one does, or an error tore us away from it.
     pub(crate) async fn take_up(&self, rollout_id: &str) -> Result<Next, ClientError> {
         let rollout = self.client.get_rollout(rollout_id).await?.rollout;
@@ -93,8 +91,7 @@ impl Runner {
         let spent = attempts.iter().filter(|detail| costs(detail)).count().try_into().unwrap_or(u32::MAX);
         let Some(last) = attempts.into_iter().find(|detail| detail.attempt.attempt_id == rollout.current_attempt())
         else {
-            let due = Due { number: 0, spent, rollout, reported: false, found: None };
-            return Ok(Next::Attempt(Box::new(due)));
+            return Ok(Next::Attempt(Box::new(Due { spent, ..Due::first(rollout) })));
         };
         let number = last.attempt.attempt_id.parse().unwrap_or(0);
         if last.attempt.state.is_terminal() {
@@ -106,23 +103,21 @@ impl Runner {
                 exit_code: last.attempt.exit_code,
             };
             let spent = if costs_class(verdict.failure, verdict.retry) { spent - 1 } else { spent };
-            return self.follow(Due { rollout, number, spent, reported: true, found: None }, verdict).await;
+            return self.follow(Due { number, spent, reported: true, ..Due::first(rollout) }, verdict).await;
         }
         if !self.is_ours(&last) {
             return Ok(Next::Nothing);
         }
-        let dir = self.work_dir.attempt(rollout_id, &last.attempt.attempt_id);
         let reported = last.attempt.state == AttemptState::Running;
-        let found = Supervised::find(&dir, self.leave.clone());
-        let due = Due { rollout, number, spent, reported, found };
+        let found = self.runner.find(&rollout, &last).await;
+        let due = Due { number, spent, reported, found, ..Due::first(rollout) };
         if due.found.is_some() {
             tracing::info!(rollout_id, attempt_id = due.attempt_id(), "taking up what an earlier controller started");
             return Ok(Next::Attempt(Box::new(due)));
         }
         let verdict = Verdict::lost(format!(
-            "it was lost: the controller was restarted, and {} holds neither a running supervisor nor a record of this \
-             attempt",
-            dir.path().display()
+            "it was lost: the controller was restarted, and {}",
+            self.runner.nothing_at(rollout_id, &last.attempt.attempt_id)
         ));
         self.settle(&due, &verdict).await?;
         self.follow(due, verdict).await
@@ -136,11 +131,11 @@ impl Runner {
         mut stop: StopSignal,
     ) -> Result<Next, ClientError> {
         let reason = tokio::time::timeout(wait, stopped(&mut stop)).await.ok();
-        let left = || self.work_dir.marked().into_iter().filter(|(marked, _)| marked == rollout_id);
+        let left = || self.runner.held().into_iter().filter(|(held, _)| held == rollout_id);
         if reason == Some(Stop::Shutdown) {
             for (_, attempt_id) in left() {
-                // Dropped, it ends the agent; the next controller reports it.
-                drop(Supervised::find(&self.work_dir.attempt(rollout_id, &attempt_id), self.leave.clone()));
+                // The next controller reports it.
+                self.runner.reclaim(rollout_id, &attempt_id).await;
             }
             return Ok(Next::Nothing);
         }
@@ -160,7 +155,7 @@ impl Runner {
     fn is_ours(&self, detail: &AttemptDetail) -> bool {
         let runner = |key: &str| detail.attempt.runner.get(key).and_then(Value::as_str);
         let Some(owner) = runner("controller") else { return true };
-        if owner == self.work_dir.controller_id() || self.config.take_over {
+        if owner == self.runner.owner() || self.config.take_over {
             return true;
         }
         tracing::warn!(
@@ -175,29 +170,24 @@ impl Runner {
 
     /// Makes one attempt, or takes one up, and says what the rollout needs afterwards.
     pub(crate) async fn attempt(&self, mut due: Due, mut stop: StopSignal) -> Result<Next, ClientError> {
-        let attempt_id = due.attempt_id();
-        let dir = self.work_dir.attempt(&due.rollout.rollout_id, &attempt_id);
-        let supervised = match due.found.take() {
+        let run = match due.found.take() {
             Some(found) => Ok(found),
-            None => {
-                let grant = match self.claim(&due.rollout, &attempt_id).await {
-                    Ok(grant) => grant,
-                    // Ended before it began, or another controller was faster.
-                    Err(error) if error.is_conflict() || error.is_not_found() => {
-                        tracing::debug!(rollout_id = due.rollout.rollout_id, %error, "not ours to run");
-                        return Ok(Next::Nothing);
-                    }
-                    Err(error) => return Err(error),
-                };
-                self.launch(&due.rollout, &grant, &dir).await
-            }
+            None => match self.claim(&due).await {
+                Ok(order) => self.runner.start(order).await,
+                // Ended before it began, or another controller was faster.
+                Err(error) if error.is_conflict() || error.is_not_found() => {
+                    tracing::debug!(rollout_id = due.rollout.rollout_id, %error, "not ours to run");
+                    return Ok(Next::Nothing);
+                }
+                Err(error) => return Err(error),
+            },
         };
-        let verdict = match supervised {
-            Ok(mut supervised) => match self.see_through(&mut due, &mut supervised, &dir, &mut stop).await {
+        let verdict = match run {
+            Ok(mut run) => match self.see_through(&mut due, run.as_mut(), &mut stop).await {
                 Ok(verdict) => verdict,
                 Err(error) => {
                     // The agent goes on: it is taken up again once the gateway hears us.
-                    supervised.let_go();
+                    run.let_go();
                     return Err(error);
                 }
             },
@@ -207,63 +197,40 @@ impl Runner {
         if *stop.borrow() == Some(Stop::Ended) {
             return Ok(Next::Nothing);
         }
-        let next = self.follow(due, verdict).await?;
-        if let Next::Attempt(due) = &next {
-            tokio::select! {
-                () = tokio::time::sleep(self.config.backoff(due.spent)) => {}
-                _ = stop.wait_for(Option::is_some) => return Ok(Next::Nothing),
-            }
-        }
-        Ok(next)
+        self.follow(due, verdict).await
     }
 
     /// Makes the attempt the one that counts. From here on the rollout is ours.
-    async fn claim(&self, rollout: &Rollout, attempt_id: &str) -> Result<AttemptGrant, ClientError> {
-        let grant = self.client.create_attempt(&rollout.rollout_id, attempt_id).await?;
-        let state = (rollout.status.state == RolloutState::Queuing).then_some(RolloutState::Running);
-        let patch = StatusPatch { state, last_attempt_id: Some(attempt_id.to_owned()), ..StatusPatch::default() };
+    async fn claim(&self, due: &Due) -> Result<Order, ClientError> {
+        let (rollout, attempt_id) = (&due.rollout, due.attempt_id());
+        let grant = self.client.create_attempt(&rollout.rollout_id, &attempt_id).await?;
+        let patch = StatusPatch {
+            state: (rollout.status.state == RolloutState::Queuing).then_some(RolloutState::Running),
+            last_attempt_id: Some(attempt_id.clone()),
+            k8s_job_name: self.runner.job_name(&rollout.rollout_id, &attempt_id),
+            ..StatusPatch::default()
+        };
         self.client.patch_rollout(&rollout.rollout_id, &patch).await?;
-        Ok(grant)
-    }
-
-    async fn launch(&self, rollout: &Rollout, grant: &AttemptGrant, dir: &AttemptDir) -> Result<Supervised, Verdict> {
         let agent_url = self.config.agent_url.as_deref().unwrap_or_else(|| self.client.base_url());
-        let launch = Launch {
-            rollout,
-            attempt_id: &grant.detail.attempt.attempt_id,
-            key: &grant.key,
-            reward_key: &grant.reward_key,
-            agent_url: agent_url.trim_end_matches('/'),
-            dir,
-            controller_cwd: self.cwd.clone(),
-        };
-        let spec = launch.spec(&self.config).map_err(|error| Verdict::misconfigured(error.to_string()))?;
-        let started = match self.work_dir.mark(&rollout.rollout_id, &grant.detail.attempt.attempt_id) {
-            Ok(()) => Supervised::start(self.config.supervisor.as_deref(), dir, &spec, self.leave.clone()).await,
-            Err(error) => Err(error),
-        };
-        started.map_err(|error| {
-            Verdict::lost(format!("its supervisor cannot be started in {}: {error}", dir.path().display()))
-        })
+        Ok(Order::new(rollout.clone(), grant, agent_url))
     }
 
-    /// Follows a supervisor until it has ended.
+    /// Follows an attempt until it is over.
     async fn see_through(
         &self,
         due: &mut Due,
-        supervised: &mut Supervised,
-        dir: &AttemptDir,
+        run: &mut dyn Run,
         stop: &mut StopSignal,
     ) -> Result<Verdict, ClientError> {
         let (rollout_id, attempt_id) = (due.rollout.rollout_id.clone(), due.attempt_id());
         let timeout = due.rollout.config.timeout_seconds;
         let mut calls: Option<Calls> = None;
-        let mut stopper = if supervised.is_ours() { Stopper::Agent } else { Stopper::Unknown };
+        let mut stopper = if run.is_ours() { Stopper::Agent } else { Stopper::Unknown };
         loop {
             let step = tokio::select! {
-                step = supervised.next() => step,
+                step = run.next() => step,
                 reason = stopped(stop) => {
-                    self.end(supervised).await;
+                    run.end().await;
                     if reason == Stop::Ended {
                         return Ok(Verdict::cancelled());
                     }
@@ -272,9 +239,12 @@ impl Runner {
                 }
             };
             match step {
-                Step::Started { pid } => {
-                    tracing::info!(rollout_id, attempt_id, pid, "agent started");
-                    self.report_running(due, supervised, pid, dir).await?;
+                Step::Started { about } if due.reported => drop(about),
+                Step::Started { about } => {
+                    tracing::info!(rollout_id, attempt_id, "agent started");
+                    let state = Some(AttemptState::Running);
+                    let patch = AttemptPatch { state, runner: Some(about), ..AttemptPatch::default() };
+                    self.patch_attempt(due, &patch).await?;
                     due.reported = true;
                 }
                 Step::AgentEnded(end) => {
@@ -282,59 +252,22 @@ impl Runner {
                     let calls = calls.insert(self.end_key(&rollout_id, &attempt_id).await?);
                     let verdict = Verdict::of_agent(&end, stopper, calls, timeout, "");
                     let repeated = verdict.retry == Retry::Costs && self.may_retry(due);
-                    supervised.answer(if repeated { Answer::Skip } else { Answer::Go }).await;
+                    run.answer(if repeated { Answer::Skip } else { Answer::Go }).await;
                 }
                 Step::Exited => break,
             }
         }
-        let record = match supervised.record() {
-            Ok(record) => record,
-            Err(message) => return Ok(Verdict::lost(message)),
+        let (record, stderr_tail, evaluator_tail) = match run.outcome().await {
+            Outcome::Ended { record, stderr_tail, evaluator_tail } => (record, stderr_tail, evaluator_tail),
+            Outcome::Lost(message) => return Ok(Verdict::lost(message)),
+            Outcome::Misconfigured(message) => return Ok(Verdict::misconfigured(message)),
         };
         tracing::debug!(rollout_id, attempt_id, ?record, "agent ended");
         let calls = match calls {
             Some(calls) => calls,
             None => self.end_key(&rollout_id, &attempt_id).await?,
         };
-        Ok(Verdict::of(&record, stopper, &calls, timeout, &tail(&dir.stderr()), &tail(&dir.evaluator_stderr())))
-    }
-
-    /// Ends a supervisor: asks it, waits, kills it.
-    async fn end(&self, supervised: &mut Supervised) {
-        supervised.terminate();
-        let patience = Duration::from_secs_f64(self.config.kill_grace_seconds) + SUPERVISOR_GRACE;
-        let exited = async {
-            loop {
-                match supervised.next().await {
-                    Step::Exited => return,
-                    Step::AgentEnded(_) => supervised.answer(Answer::Skip).await,
-                    Step::Started { .. } => {}
-                }
-            }
-        };
-        if tokio::time::timeout(patience, exited).await.is_err() {
-            supervised.kill();
-        }
-    }
-
-    async fn report_running(
-        &self,
-        due: &Due,
-        supervised: &Supervised,
-        agent_pid: i32,
-        dir: &AttemptDir,
-    ) -> Result<(), ClientError> {
-        let runner = fields(json!({
-            "kind": "process",
-            "controller": self.work_dir.controller_id(),
-            "host": self.host,
-            "dir": dir.path().to_string_lossy(),
-            "supervisor_pid": supervised.pid(),
-            "agent_pid": agent_pid,
-        }));
-        let patch =
-            AttemptPatch { state: Some(AttemptState::Running), runner: Some(runner), ..AttemptPatch::default() };
-        self.patch_attempt(due, &patch).await
+        Ok(Verdict::of(&record, stopper, &calls, timeout, &stderr_tail, &evaluator_tail))
     }
 
     /// Withdraws the agent's key and tells what the gateway recorded of its calls.
@@ -382,7 +315,7 @@ impl Runner {
             agent_ended: None,
         };
         self.patch_attempt(due, &patch).await?;
-        self.work_dir.unmark(rollout_id, &attempt_id);
+        self.runner.release(rollout_id, &attempt_id);
         Ok(())
     }
 
@@ -399,9 +332,7 @@ impl Runner {
             Err(error) if error.is_not_found() => {}
             Err(error) => return Err(error),
         }
-        let dir = self.work_dir.attempt(rollout_id, attempt_id);
-        if let Some(mut supervised) = Supervised::find(&dir, self.leave.clone()) {
-            self.end(&mut supervised).await;
+        if self.runner.reclaim(rollout_id, attempt_id).await {
             tracing::info!(rollout_id, attempt_id, "ended what was left of an attempt that does not count any more");
         }
         let patch = AttemptPatch {
@@ -412,7 +343,7 @@ impl Runner {
         };
         match self.client.patch_attempt(rollout_id, attempt_id, &patch).await {
             Err(error) if !error.is_conflict() && !error.is_not_found() => return Err(error),
-            _ => self.work_dir.unmark(rollout_id, attempt_id),
+            _ => self.runner.release(rollout_id, attempt_id),
         }
         Ok(Next::Nothing)
     }
@@ -447,6 +378,7 @@ impl Runner {
             due.spent += u32::from(verdict.retry == Retry::Costs);
             due.number += 1;
             due.reported = false;
+            due.wait = self.config.backoff(due.spent);
             due.rollout.status.state = RolloutState::Running;
             return Ok(Next::Attempt(Box::new(due)));
         }
@@ -484,11 +416,4 @@ fn costs_class(failure: Option<FailureClass>, retry: Retry) -> bool {
 /// We ended it ourselves while shutting down.
 fn is_free(detail: &AttemptDetail) -> bool {
     detail.attempt.runner.get("shutdown") == Some(&Value::Bool(true))
-}
-
-fn fields(value: Value) -> Map<String, Value> {
-    match value {
-        Value::Object(fields) => fields,
-        _ => Map::new(),
-    }
 }

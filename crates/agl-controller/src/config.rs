@@ -7,13 +7,18 @@ use agl_core::rollout::EvaluatorConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::error::ControllerError;
+use crate::runner::kubernetes::KubernetesConfig;
 
 /// How a controller runs rollouts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ControllerConfig {
-    /// How many attempts run at the same time. Default: twice the number of cores, as agents mostly wait for the model.
-    pub max_concurrent: usize,
+    /// Where attempts run.
+    pub runner: RunnerKind,
+    /// How many attempts run at the same time. Default for processes and containers: twice the number of cores, as agents
+    /// mostly wait for the model; for Kubernetes: as many as the cluster takes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_concurrent: Option<usize>,
     /// How many attempts a rollout gets when infrastructure fails them; a rollout's own `config.max_attempts` goes first.
     pub max_attempts: u32,
     /// Where working folders, logs and records of attempts lie. One controller each.
@@ -30,6 +35,8 @@ pub struct ControllerConfig {
     pub retry_backoff_seconds: f64,
     /// Longest wait between two attempts.
     pub retry_backoff_cap_seconds: f64,
+    /// How often all that the gateway has is compared with all that the runner has, beside the stream of changes; 0 is never.
+    pub resync_seconds: f64,
     /// The evaluator of rollouts that bring none of their own.
     pub evaluator: Option<EvaluatorConfig>,
     /// The Python that runs `config.local.agent_class`.
@@ -38,8 +45,21 @@ pub struct ControllerConfig {
     pub on_shutdown: OnShutdown,
     /// Treats running attempts of other controllers as lost. For when one is gone for good, with its work directory.
     pub take_over: bool,
+    /// How attempts run on a cluster, where `runner = "kubernetes"`.
+    pub kubernetes: KubernetesConfig,
     /// The program with the `supervise` subcommand. Default: this very program.
     pub supervisor: Option<PathBuf>,
+}
+
+/// Where attempts run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RunnerKind {
+    /// Processes of this host: rollouts with `config.process` or `config.local`.
+    #[default]
+    Process,
+    /// Jobs of a Kubernetes cluster: rollouts with `config.k8s`.
+    Kubernetes,
 }
 
 /// What becomes of running attempts when the controller is told to end.
@@ -56,9 +76,9 @@ pub enum OnShutdown {
 
 impl Default for ControllerConfig {
     fn default() -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Self {
-            max_concurrent: 2 * cores,
+            runner: RunnerKind::default(),
+            max_concurrent: None,
             max_attempts: 3,
             work_dir: PathBuf::from("runs/controller"),
             agent_url: None,
@@ -67,10 +87,12 @@ impl Default for ControllerConfig {
             kill_grace_seconds: 5.0,
             retry_backoff_seconds: 1.0,
             retry_backoff_cap_seconds: 30.0,
+            resync_seconds: 300.0,
             evaluator: None,
             python: "python3".to_owned(),
             on_shutdown: OnShutdown::default(),
             take_over: false,
+            kubernetes: KubernetesConfig::default(),
             supervisor: None,
         }
     }
@@ -83,16 +105,37 @@ impl ControllerConfig {
     /// [`ControllerError::Config`], naming the key.
     pub fn check(&self) -> Result<(), ControllerError> {
         let refuse = |key, value: String, reason| Err(ControllerError::Config { key, value, reason });
-        if self.max_concurrent == 0 {
+        if self.max_concurrent == Some(0) {
             return refuse("max_concurrent", "0".to_owned(), "it must be at least 1");
         }
         if self.max_attempts == 0 {
             return refuse("max_attempts", "0".to_owned(), "it must be at least 1");
         }
+        let kubernetes = &self.kubernetes;
         for (key, value) in [
+            ("kubernetes.max_jobs_per_minute", kubernetes.max_jobs_per_minute),
+            ("kubernetes.job_burst", kubernetes.job_burst),
+        ] {
+            if value == 0 {
+                return refuse(key, "0".to_owned(), "it must be at least 1");
+            }
+        }
+        for (key, value) in [
+            ("kubernetes.namespace", &kubernetes.namespace),
+            ("kubernetes.instance", &kubernetes.instance),
+            ("kubernetes.lease_name", &kubernetes.lease_name),
+        ] {
+            if value.is_empty() {
+                return refuse(key, "\"\"".to_owned(), "it must not be empty");
+            }
+        }
+        for (key, value) in [
+            ("kubernetes.start_timeout_seconds", kubernetes.start_timeout_seconds),
+            ("kubernetes.image_pull_grace_seconds", kubernetes.image_pull_grace_seconds),
             ("kill_grace_seconds", self.kill_grace_seconds),
             ("retry_backoff_seconds", self.retry_backoff_seconds),
             ("retry_backoff_cap_seconds", self.retry_backoff_cap_seconds),
+            ("resync_seconds", self.resync_seconds),
         ] {
             if !value.is_finite() || value < 0.0 {
                 return refuse(key, value.to_string(), "it must be a number of seconds, 0 or more");
@@ -123,7 +166,7 @@ mod tests {
 
     #[test]
     fn values_that_would_stop_everything_are_refused() {
-        let config = ControllerConfig { max_concurrent: 0, ..ControllerConfig::default() };
+        let config = ControllerConfig { max_concurrent: Some(0), ..ControllerConfig::default() };
         assert!(config.check().unwrap_err().to_string().contains("max_concurrent = 0"));
         let config = ControllerConfig { kill_grace_seconds: f64::NAN, ..ControllerConfig::default() };
         assert!(config.check().unwrap_err().to_string().contains("kill_grace_seconds"));

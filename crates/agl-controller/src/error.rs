@@ -21,6 +21,14 @@ pub enum ControllerError {
         /// The folder.
         path: PathBuf,
     },
+    /// No cluster to run on.
+    #[error(
+        "the controller finds no Kubernetes cluster: {problem}; set KUBECONFIG, or run it in a pod with a service account"
+    )]
+    Cluster {
+        /// Why.
+        problem: String,
+    },
     /// A value of the configuration makes no sense.
     #[error("controller configuration: {key} = {value} is not usable: {reason}")]
     Config {

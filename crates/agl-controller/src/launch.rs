@@ -8,9 +8,10 @@ use minijinja::{Environment, UndefinedBehavior};
 use serde::Serialize;
 use serde_json::{Map, Value, ser};
 
+use crate::address::AgentAddress;
 use crate::config::ControllerConfig;
 use crate::supervisor::record::{Command, Spec};
-use crate::work_dir::{AttemptDir, escape};
+use crate::work_dir::AttemptDir;
 
 /// A rollout that cannot be run as it is configured. No further attempt would change that.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -33,6 +34,12 @@ pub enum LaunchError {
     /// `local` without a class.
     #[error("invalid rollout config: missing config.local.agent_class")]
     NoAgentClass,
+    /// `k8s` without a template.
+    #[error("invalid rollout config: missing config.k8s.job_template")]
+    NoJobTemplate,
+    /// A template that renders no Job that can be run.
+    #[error("config.k8s.job_template: {0}")]
+    JobTemplate(String),
     /// A template that cannot be rendered.
     #[error("the template {key} = {template:?} cannot be rendered: {problem}")]
     Template {
@@ -69,14 +76,6 @@ pub struct Launch<'a> {
     pub controller_cwd: PathBuf,
 }
 
-/// True where a process runner is asked for, or nothing else is: rollouts for containers or Kubernetes are not ours.
-#[must_use]
-pub fn is_ours(rollout: &Rollout) -> bool {
-    let config = &rollout.config;
-    let elsewhere = config.k8s.is_some() || config.extra.get("container").is_some_and(|value| !value.is_null());
-    config.process.is_some() || config.local.is_some() || !elsewhere
-}
-
 impl Launch<'_> {
     /// What the supervisor has to run.
     ///
@@ -98,6 +97,28 @@ impl Launch<'_> {
             log_limit_bytes: config.log_limit_bytes,
             kill_grace_seconds: config.kill_grace_seconds,
         })
+    }
+
+    /// What the supervisor of an evaluator has to run whose agent ran elsewhere and exited with `exit_code`. `None`: there is
+    /// no evaluator. The supervisor's own folder is [`AttemptDir::evaluation`].
+    ///
+    /// # Errors
+    /// [`LaunchError`], written for whoever configured the rollout.
+    pub fn evaluation(&self, config: &ControllerConfig, exit_code: Option<i32>) -> Result<Option<Spec>, LaunchError> {
+        let Some(evaluator) = self.rollout.config.evaluator.as_ref().or(config.evaluator.as_ref()) else {
+            return Ok(None);
+        };
+        let mut command = self.evaluator(evaluator)?;
+        let input = self.dir.evaluation().input().to_string_lossy().into_owned();
+        let code = exit_code.map(|code| code.to_string()).unwrap_or_default();
+        command.env.extend([("AGL_INPUT".to_owned(), input), ("AGL_EXIT_CODE".to_owned(), code)]);
+        Ok(Some(Spec {
+            agent: command,
+            evaluator: None,
+            input: self.rollout.input.clone(),
+            log_limit_bytes: config.log_limit_bytes,
+            kill_grace_seconds: config.kill_grace_seconds,
+        }))
     }
 
     fn process(&self, process: &ProcessConfig, config: &ControllerConfig) -> Result<Command, LaunchError> {
@@ -132,7 +153,7 @@ impl Launch<'_> {
     fn evaluator(&self, evaluator: &EvaluatorConfig) -> Result<Command, LaunchError> {
         let path = |path: PathBuf| path.to_string_lossy().into_owned();
         let mut env = BTreeMap::from([
-            ("AGL_EVENT_URL".to_owned(), self.event_url()),
+            ("AGL_EVENT_URL".to_owned(), self.address().event_url().to_owned()),
             ("AGL_KEY".to_owned(), self.reward_key.to_owned()),
             ("AGL_INPUT".to_owned(), path(self.dir.evaluator_input())),
             ("AGL_AGENT_STDOUT".to_owned(), path(self.dir.stdout())),
@@ -149,36 +170,15 @@ impl Launch<'_> {
     }
 
     fn agent_environment(&self, config: &ControllerConfig) -> BTreeMap<String, String> {
-        let base_url = self.proxy_url("openai/v1");
-        let mut env = BTreeMap::from([
-            ("AGL_OPENAI_BASE_URL".to_owned(), base_url.clone()),
-            ("AGL_EVENT_URL".to_owned(), self.event_url()),
-            ("AGL_KEY".to_owned(), self.key.to_owned()),
-            ("AGL_INPUT".to_owned(), self.dir.input().to_string_lossy().into_owned()),
-        ]);
-        if config.sdk_environment {
-            let named = [
-                ("OPENAI_BASE_URL", &base_url),
-                ("OPENAI_API_BASE", &base_url),
-                ("ANTHROPIC_BASE_URL", &self.proxy_url("anthropic")),
-                ("GOOGLE_GEMINI_BASE_URL", &self.proxy_url("gemini")),
-            ];
-            env.extend(named.map(|(name, url)| (name.to_owned(), url.clone())));
-            let keys = ["OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"];
-            env.extend(keys.map(|name| (name.to_owned(), self.key.to_owned())));
-        }
+        let mut env = self.address().environment(config.sdk_environment);
+        let keys = AgentAddress::key_names(config.sdk_environment);
+        env.extend(keys.iter().map(|name| ((*name).to_owned(), self.key.to_owned())));
+        env.insert("AGL_INPUT".to_owned(), self.dir.input().to_string_lossy().into_owned());
         env
     }
 
-    /// The base URL of a dialect: what its SDKs put their own paths behind.
-    fn proxy_url(&self, dialect: &str) -> String {
-        let (url, rollout, attempt) = (self.agent_url, escape(&self.rollout.rollout_id), escape(self.attempt_id));
-        format!("{url}/proxy/rollout/{rollout}/attempt/{attempt}/mode/{}/{dialect}", self.rollout.mode())
-    }
-
-    fn event_url(&self) -> String {
-        let (url, rollout, attempt) = (self.agent_url, escape(&self.rollout.rollout_id), escape(self.attempt_id));
-        format!("{url}/api/rollouts/{rollout}/attempt/{attempt}/events")
+    fn address(&self) -> AgentAddress {
+        AgentAddress::new(self.agent_url, &self.rollout.rollout_id, self.attempt_id, self.rollout.mode())
     }
 
     fn render_argv(&self, key: &'static str, argv: &[String]) -> Result<Vec<String>, LaunchError> {
@@ -211,7 +211,7 @@ impl Launch<'_> {
         if !template.contains(['{', '}']) {
             return Ok(template.to_owned());
         }
-        let rollout = self.rollout;
+        let (rollout, address) = (self.rollout, self.address());
         let mut context = Map::new();
         for (name, value) in [
             ("input", rollout.input.clone()),
@@ -221,10 +221,10 @@ impl Launch<'_> {
             ("mode", rollout.mode().into()),
             ("metadata", rollout.metadata.clone().into()),
             ("work_dir", self.dir.work().to_string_lossy().into()),
-            ("openai_base_url", self.proxy_url("openai/v1").into()),
-            ("anthropic_base_url", self.proxy_url("anthropic").into()),
-            ("gemini_base_url", self.proxy_url("gemini").into()),
-            ("event_url", self.event_url().into()),
+            ("openai_base_url", address.base_url("openai/v1").into()),
+            ("anthropic_base_url", address.base_url("anthropic").into()),
+            ("gemini_base_url", address.base_url("gemini").into()),
+            ("event_url", address.event_url().into()),
         ] {
             context.insert(name.to_owned(), value);
         }
@@ -232,27 +232,38 @@ impl Launch<'_> {
             context.insert("key".to_owned(), secret.into());
         }
         let context = Value::Object(context);
-        let fault =
-            |problem: String| LaunchError::Template { key: key.to_owned(), template: template.to_owned(), problem };
         let mut environment = Environment::new();
         environment.set_undefined_behavior(UndefinedBehavior::Strict);
         environment.set_keep_trailing_newline(true);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        let compiled = environment.template_from_str(template).map_err(|error| fault(error.to_string()))?;
-        compiled.render(&context).map_err(|error| {
-            let missing: Vec<String> = compiled
-                .undeclared_variables(true)
-                .into_iter()
-                .filter(|path| !exists(&context, path) && path != "range" && path != "dict")
-                .collect();
-            if error.kind() == minijinja::ErrorKind::UndefinedError && !missing.is_empty() {
-                let mut missing = missing;
-                missing.sort();
-                return fault(format!("there is no {}", missing.join(", no ")));
-            }
-            fault(error.to_string())
-        })
+        render_with(&environment, key, template, &context)
     }
+}
+
+/// Renders one template; an error names the template's `key` and what is missing.
+///
+/// # Errors
+/// [`LaunchError::Template`].
+pub(crate) fn render_with(
+    environment: &Environment<'_>,
+    key: &str,
+    template: &str,
+    context: &Value,
+) -> Result<String, LaunchError> {
+    let fault = |problem: String| LaunchError::Template { key: key.to_owned(), template: template.to_owned(), problem };
+    let compiled = environment.template_from_str(template).map_err(|error| fault(error.to_string()))?;
+    compiled.render(context).map_err(|error| {
+        let mut missing: Vec<String> = compiled
+            .undeclared_variables(true)
+            .into_iter()
+            .filter(|path| !exists(context, path) && path != "range" && path != "dict")
+            .collect();
+        if error.kind() == minijinja::ErrorKind::UndefinedError && !missing.is_empty() {
+            missing.sort();
+            return fault(format!("there is no {}", missing.join(", no ")));
+        }
+        fault(error.to_string())
+    })
 }
 
 fn exists(context: &Value, path: &str) -> bool {

@@ -163,11 +163,3 @@ fn a_config_with_nothing_or_two_things_to_run_says_what_to_set() {
     let both = json!({"process": {"argv": ["a"]}, "local": {"agent_class": "a:B"}});
     assert_eq!(spec(both).unwrap_err(), LaunchError::Ambiguous);
 }
-
-#[test]
-fn rollouts_for_other_runners_are_left_to_them() {
-    assert!(!is_ours(&rollout(json!({"k8s": {"job_template": "x"}}))));
-    assert!(!is_ours(&rollout(json!({"container": {"image": "x"}}))));
-    assert!(is_ours(&rollout(json!({"process": {"argv": ["a"]}, "k8s": {"job_template": "x"}}))));
-    assert!(is_ours(&rollout(json!({}))));
-}

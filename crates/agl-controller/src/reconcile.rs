@@ -1,137 +1,136 @@
 //! The loop: what changed, what is due, who has ended.
+//!
+//! What is wanted comes from the gateway, as a stream of changes and again, whole, with every resync; what there is comes
+//! from the runner. The difference decides. A change that was missed, or seen twice, costs time and nothing else.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use agl_client::{Change, ChangeKind, ClientError, GatewayClient};
+use agl_client::{Change, ChangeKind, ClientError};
 use agl_core::rollout::{Rollout, RolloutState};
-use futures_util::StreamExt;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
-use crate::attempt::{Due, Next, Runner, Stop};
-use crate::config::{ControllerConfig, OnShutdown};
-use crate::error::ControllerError;
-use crate::launch::is_ours;
-use crate::work_dir::WorkDir;
+use crate::attempt::{Attempts, Due, Next, Stop};
+use crate::config::OnShutdown;
 
-/// The controller waits for its gateway as long as it takes: agents go on meanwhile under their supervisors.
-const PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
+/// How many rollouts a resync asks for at once.
+const PAGE: usize = 500;
 /// How long a shutdown waits for reports to the gateway, beyond the time that agents have to end.
 const REPORT_GRACE: Duration = Duration::from_secs(5);
-
-/// Runs rollouts until it is told to end.
-#[derive(Debug)]
-pub struct Controller {
-    config: ControllerConfig,
-    client: GatewayClient,
-}
-
-impl Controller {
-    /// A controller of the rollouts of one gateway.
-    #[must_use]
-    pub fn new(config: ControllerConfig, client: GatewayClient) -> Self {
-        Self { config, client: client.with_patience(PATIENCE) }
-    }
-
-    /// Runs rollouts until `shutdown` is ready. First takes up what an earlier controller left in the work directory.
-    ///
-    /// # Errors
-    /// [`ControllerError`] where it cannot begin, or the gateway refuses it.
-    pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), ControllerError> {
-        self.config.check()?;
-        let work_dir = WorkDir::open(&self.config.work_dir)?;
-        let fault = |source| ControllerError::WorkDir { path: ".".into(), source };
-        let cwd = std::env::current_dir().map_err(fault)?;
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned();
-        tracing::info!(
-            gateway = self.client.base_url(), work_dir = %self.config.work_dir.display(),
-            max_concurrent = self.config.max_concurrent, "controller started"
-        );
-        let mut changes = self.client.watch(None);
-        let mut board = Board::new(Runner {
-            config: self.config,
-            client: self.client,
-            work_dir,
-            host,
-            cwd,
-            leave: Arc::new(AtomicBool::new(false)),
-        });
-        board.reclaim_strays();
-        tokio::pin!(shutdown);
-        loop {
-            tokio::select! {
-                change = changes.next() => match change {
-                    Some(Ok(change)) => board.note(change),
-                    Some(Err(error @ ClientError::Unreachable { .. })) => tracing::warn!("{error}"),
-                    Some(Err(error)) => {
-                        board.shut_down().await;
-                        return Err(error.into());
-                    }
-                    None => return Ok(()),
-                },
-                Some(ended) = board.tasks.join_next_with_id() => board.note_end(ended),
-                () = &mut shutdown => break,
-            }
-            board.start_due();
-        }
-        board.shut_down().await;
-        Ok(())
-    }
-}
+/// When there is nothing to wait for.
+const LONG: Duration = Duration::from_secs(3600);
 
 /// Where each rollout stands that we have to do with. Only the loop touches it: no locks.
-struct Board {
-    runner: Arc<Runner>,
+pub(crate) struct Board {
+    attempts: Arc<Attempts>,
+    max_concurrent: usize,
     /// Attempts that wait for a place, oldest rollout first; the second number keeps the order of arrival.
     due: BTreeMap<(u64, u64), Due>,
+    /// Attempts that give infrastructure time to recover. They hold no place meanwhile.
+    resting: BTreeMap<(Instant, u64), Due>,
     arrivals: u64,
     places: HashMap<String, Place>,
     tasks: JoinSet<Outcome>,
     names: HashMap<tokio::task::Id, String>,
     /// How often in a row something went wrong with a rollout that is none of its attempts' failures.
     troubles: HashMap<String, u32>,
+    /// What is looked after beside the rollouts: strays, and places that the gateway did not list.
+    chores: JoinSet<Chore>,
+    resync: Resync,
 }
 
 type Outcome = Result<Next, ClientError>;
 
+/// What became of a chore.
+enum Chore {
+    Done(Result<Next, ClientError>),
+    /// This rollout has ended or is gone, as the gateway says.
+    Ended(String),
+    /// A page of all that has not ended, and whether another follows.
+    Page(Result<Vec<Rollout>, ClientError>),
+}
+
 /// Where one rollout stands.
 enum Place {
     Waiting((u64, u64)),
+    Resting((Instant, u64)),
     Active(watch::Sender<Option<Stop>>),
 }
 
+/// The comparison of all that the gateway has with all that we have.
+struct Resync {
+    every: Option<Duration>,
+    next: Instant,
+    under_way: Option<Pass>,
+}
+
+/// One such comparison, page by page.
+struct Pass {
+    /// Who was here when it began and has not been listed yet.
+    unseen: HashSet<String>,
+}
+
 impl Board {
-    fn new(runner: Runner) -> Self {
-        Self {
-            runner: Arc::new(runner),
+    pub(crate) fn new(attempts: Attempts) -> Self {
+        let every = Some(attempts.config.resync_seconds).filter(|seconds| *seconds > 0.0);
+        let every = every.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        let mut board = Self {
+            max_concurrent: attempts.config.max_concurrent.unwrap_or_else(|| attempts.runner.capacity()),
+            attempts: Arc::new(attempts),
             due: BTreeMap::new(),
+            resting: BTreeMap::new(),
             arrivals: 0,
             places: HashMap::new(),
             tasks: JoinSet::new(),
             names: HashMap::new(),
             troubles: HashMap::new(),
+            chores: JoinSet::new(),
+            resync: Resync { every, next: Instant::now() + every.unwrap_or(LONG), under_way: None },
+        };
+        // Their rollouts may have ended while no controller ran: no snapshot tells of those.
+        board.reclaim_strays();
+        board
+    }
+
+    /// Waits for one thing to happen and takes note of it. May be dropped and called again.
+    pub(crate) async fn turn(&mut self) {
+        let wake = self.start_due();
+        tokio::select! {
+            Some(ended) = self.tasks.join_next_with_id() => self.note_end(ended),
+            Some(chore) = self.chores.join_next() => match chore {
+                Ok(chore) => self.note_chore(chore),
+                Err(error) => tracing::error!(%error, "a task of the controller broke"),
+            },
+            () = tokio::time::sleep_until(wake) => {}
         }
     }
 
     /// Takes notice of a change. It may be older than what we know: what matters is asked again where it is acted upon.
-    fn note(&mut self, change: Change) {
+    pub(crate) fn note(&mut self, change: Change) {
         let rollout_id = change.rollout_id;
         let Some(rollout) = change.rollout.filter(|rollout| !rollout.status.state.is_terminal()) else {
             self.withdraw(&rollout_id);
             return;
         };
-        if self.places.contains_key(&rollout_id) || !is_ours(&rollout) {
+        // Later than in a snapshot `running` is the echo of our own doing, or another controller's.
+        if rollout.status.state == RolloutState::Queuing || change.kind == ChangeKind::Snapshot {
+            self.note_wanted(rollout);
+        }
+    }
+
+    /// The gateway wants this rollout run.
+    fn note_wanted(&mut self, rollout: Rollout) {
+        if self.places.contains_key(&rollout.rollout_id) || !self.attempts.runner.takes(&rollout) {
             return;
         }
         match rollout.status.state {
             RolloutState::Queuing => self.enqueue(Due::first(rollout)),
-            // Later than in a snapshot it is the echo of our own doing, or another controller's.
-            RolloutState::Running if change.kind == ChangeKind::Snapshot => self.take_up(rollout),
-            _ => {}
+            RolloutState::Running => self.take_up(rollout),
+            RolloutState::Succeeded | RolloutState::Failed => {}
         }
     }
 
@@ -143,53 +142,83 @@ impl Board {
         self.due.insert(key, due);
     }
 
+    fn rest(&mut self, due: Due) {
+        let key = (Instant::now() + due.wait, self.arrivals);
+        self.arrivals += 1;
+        self.places.insert(due.rollout.rollout_id.clone(), Place::Resting(key));
+        self.resting.insert(key, due);
+    }
+
     /// The rollout was ended or deleted.
     fn withdraw(&mut self, rollout_id: &str) {
         match self.places.get(rollout_id) {
-            Some(Place::Waiting(key)) => {
-                self.due.remove(key);
-                self.places.remove(rollout_id);
-            }
+            Some(Place::Waiting(key)) => drop(self.due.remove(key)),
+            Some(Place::Resting(key)) => drop(self.resting.remove(key)),
             Some(Place::Active(stop)) => {
                 stop.send_replace(Some(Stop::Ended));
+                return;
             }
-            None => {}
+            None => return,
         }
+        self.places.remove(rollout_id);
     }
 
     fn take_up(&mut self, rollout: Rollout) {
-        let runner = self.runner.clone();
+        let attempts = self.attempts.clone();
         let rollout_id = rollout.rollout_id;
-        self.spawn(rollout_id.clone(), async move |_| runner.take_up(&rollout_id).await);
+        self.spawn(rollout_id.clone(), async move |_| attempts.take_up(&rollout_id).await);
     }
 
-    /// Takes a rollout up again after a while, as the gateway and the work directory then tell that it stands.
+    /// Takes a rollout up again after a while, as the gateway and the runner then tell that it stands.
     fn take_up_later(&mut self, rollout_id: String) {
         let troubles = self.troubles.entry(rollout_id.clone()).or_default();
         *troubles += 1;
-        let (runner, wait) = (self.runner.clone(), self.runner.config.backoff(*troubles));
-        self.spawn(rollout_id.clone(), async move |stop| runner.take_up_again(&rollout_id, wait, stop).await);
+        let (attempts, wait) = (self.attempts.clone(), self.attempts.config.backoff(*troubles));
+        self.spawn(rollout_id.clone(), async move |stop| attempts.take_up_again(&rollout_id, wait, stop).await);
     }
 
-    /// Looks after supervisors whose rollouts may have ended while no controller ran: no snapshot tells of those.
+    /// Looks after what the runner still holds of rollouts that nobody here has to do with.
     fn reclaim_strays(&mut self) {
-        for (rollout_id, attempt_id) in self.runner.work_dir.marked() {
-            let runner = self.runner.clone();
-            self.tasks.spawn(async move { runner.reclaim(&rollout_id, &attempt_id).await });
+        for (rollout_id, attempt_id) in self.attempts.runner.held() {
+            if !self.places.contains_key(&rollout_id) {
+                let attempts = self.attempts.clone();
+                self.chores.spawn(async move { Chore::Done(attempts.reclaim(&rollout_id, &attempt_id).await) });
+            }
         }
     }
 
-    /// Starts as many attempts as there are places for.
-    fn start_due(&mut self) {
-        while self.tasks.len() < self.runner.config.max_concurrent {
-            let Some((_, due)) = self.due.pop_first() else { return };
+    /// Starts as many attempts as there are places for and the pace allows. Says when there is more to do.
+    fn start_due(&mut self) -> Instant {
+        let now = Instant::now();
+        while let Some(entry) = self.resting.first_entry().filter(|entry| entry.key().0 <= now) {
+            let due = entry.remove();
+            self.enqueue(due);
+        }
+        let mut wake = now + LONG;
+        while !self.due.is_empty() && self.tasks.len() < self.max_concurrent {
+            if let Err(later) = self.attempts.runner.may_start(now) {
+                wake = wake.min(later);
+                break;
+            }
+            let Some((_, due)) = self.due.pop_first() else { break };
             self.start(due);
         }
+        if let Some(((until, _), _)) = self.resting.first_key_value() {
+            wake = wake.min(*until);
+        }
+        if self.resync.every.is_some() && self.resync.under_way.is_none() {
+            if self.resync.next <= now {
+                self.begin_resync();
+            } else {
+                wake = wake.min(self.resync.next);
+            }
+        }
+        wake
     }
 
     fn start(&mut self, due: Due) {
-        let runner = self.runner.clone();
-        self.spawn(due.rollout.rollout_id.clone(), async move |stop| runner.attempt(due, stop).await);
+        let attempts = self.attempts.clone();
+        self.spawn(due.rollout.rollout_id.clone(), async move |stop| attempts.attempt(due, stop).await);
     }
 
     fn spawn<F, T>(&mut self, rollout_id: String, work: F)
@@ -211,12 +240,7 @@ impl Board {
                 (error.id(), None)
             }
         };
-        let Some(rollout_id) = self.names.remove(&id) else {
-            if let Some(Err(error)) = outcome {
-                tracing::error!("cannot look after what an earlier controller left: {error}");
-            }
-            return;
-        };
+        let Some(rollout_id) = self.names.remove(&id) else { return };
         let ended_from_outside =
             matches!(self.places.remove(&rollout_id), Some(Place::Active(stop)) if stop.borrow().is_some());
         let outcome = match outcome {
@@ -239,34 +263,101 @@ impl Board {
             Next::Attempt(_) if ended_from_outside => {}
             // It runs already: it needs no place, it has one.
             Next::Attempt(due) if due.found.is_some() => self.start(*due),
-            Next::Attempt(due) => self.enqueue(*due),
+            Next::Attempt(due) if due.wait.is_zero() => self.enqueue(*due),
+            Next::Attempt(due) => self.rest(*due),
             Next::Nothing => {}
         }
     }
 
-    /// Ends or leaves what runs, as configured, and waits for it.
-    async fn shut_down(mut self) {
-        let leave = self.runner.config.on_shutdown == OnShutdown::Leave;
-        self.runner.leave.store(leave, Ordering::Release);
-        self.due.clear();
-        if leave {
-            tracing::info!(running = self.tasks.len(), "controller ends; its agents go on under their supervisors");
-            self.tasks.abort_all();
-            while self.tasks.join_next().await.is_some() {}
-            return;
+    fn begin_resync(&mut self) {
+        self.resync.under_way = Some(Pass { unseen: self.places.keys().cloned().collect() });
+        self.ask_for_page(None);
+    }
+
+    fn ask_for_page(&mut self, after: Option<String>) {
+        let client = self.attempts.client.clone();
+        self.chores.spawn(async move {
+            let states = [RolloutState::Queuing, RolloutState::Running];
+            Chore::Page(client.list_rollouts(&states, PAGE, after.as_deref(), None).await)
+        });
+    }
+
+    fn note_chore(&mut self, chore: Chore) {
+        match chore {
+            Chore::Done(Ok(_)) => {}
+            Chore::Done(Err(error)) => tracing::error!("cannot look after what is left of an attempt: {error}"),
+            Chore::Ended(rollout_id) => self.withdraw(&rollout_id),
+            Chore::Page(Ok(page)) => {
+                let last = page.last().filter(|_| page.len() == PAGE).map(|rollout| rollout.rollout_id.clone());
+                for rollout in page {
+                    if let Some(pass) = &mut self.resync.under_way {
+                        pass.unseen.remove(&rollout.rollout_id);
+                    }
+                    self.note_wanted(rollout);
+                }
+                match last {
+                    Some(last) => self.ask_for_page(Some(last)),
+                    None => self.end_resync(),
+                }
+            }
+            // Also where the last rollout of the page before has been deleted since: the next pass begins anew.
+            Chore::Page(Err(error)) => {
+                tracing::debug!("a resync broke off: {error}");
+                self.resync.under_way = None;
+                self.resync.next = Instant::now() + self.resync.every.unwrap_or(LONG);
+            }
         }
+    }
+
+    /// All pages are there: what was not listed has ended, and the change that said so was missed.
+    fn end_resync(&mut self) {
+        let unseen = self.resync.under_way.take().map(|pass| pass.unseen).unwrap_or_default();
+        self.resync.next = Instant::now() + self.resync.every.unwrap_or(LONG);
+        for rollout_id in unseen.into_iter().filter(|id| self.places.contains_key(id)) {
+            let client = self.attempts.client.clone();
+            self.chores.spawn(async move {
+                match client.get_rollout(&rollout_id).await {
+                    Ok(detail) if !detail.rollout.status.state.is_terminal() => Chore::Done(Ok(Next::Nothing)),
+                    Err(error) if !error.is_not_found() => Chore::Done(Err(error)),
+                    Ok(_) | Err(_) => Chore::Ended(rollout_id),
+                }
+            });
+        }
+        self.reclaim_strays();
+    }
+
+    /// Ends or leaves what runs, as configured, and waits for it.
+    pub(crate) async fn shut_down(self) {
+        if self.attempts.config.on_shutdown == OnShutdown::Leave || self.attempts.runner.outlives_us() {
+            tracing::info!(running = self.tasks.len(), "controller ends; its agents go on");
+            self.leave().await;
+        } else {
+            self.end_all().await;
+        }
+    }
+
+    /// Lets everything go on without us.
+    pub(crate) async fn leave(mut self) {
+        self.attempts.leave.set(true);
+        self.chores.abort_all();
+        self.tasks.abort_all();
+        while self.tasks.join_next().await.is_some() {}
+    }
+
+    async fn end_all(mut self) {
+        self.due.clear();
         tracing::info!(running = self.tasks.len(), "controller ends and ends its agents");
         for place in self.places.values() {
             if let Place::Active(stop) = place {
                 stop.send_if_modified(|reason| reason.is_none() && reason.replace(Stop::Shutdown).is_none());
             }
         }
-        let patience = Duration::from_secs_f64(self.runner.config.kill_grace_seconds) + REPORT_GRACE;
+        let patience = Duration::from_secs_f64(self.attempts.config.kill_grace_seconds) + REPORT_GRACE;
         let ended = async { while self.tasks.join_next().await.is_some() {} };
         if tokio::time::timeout(patience, ended).await.is_err() {
             tracing::warn!(
                 unreported = self.tasks.len(),
-                "controller ends before all its reports have reached the gateway; the next one reports from the work directory"
+                "controller ends before all its reports have reached the gateway; the next one reports them"
             );
         }
     }

@@ -109,6 +109,9 @@ impl Verdict {
             (None, Some(signal)) => format!("the agent was killed by signal {signal}"),
             (None, None) => "the agent ended in an unknown way".to_owned(),
         };
+        if let Some(note) = &agent.note {
+            message = format!("{message} ({note})");
+        }
         if let Some(last) = calls.last.as_ref().filter(|last| last.failed_upstream()) {
             let status = last.http_status.map_or_else(|| "no answer".to_owned(), |status| format!("status {status}"));
             message = format!("{message} after its last model call ended with {status}");

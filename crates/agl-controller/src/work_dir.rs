@@ -13,6 +13,7 @@
 //!     supervisor.json  agent.json    who runs: number and start time
 //!     agent_end.json  exit.json      how it ended
 //!     supervisor.log                 what the supervisor had to complain about
+//!     evaluation/                    the same for an evaluator alone, whose agent ran in a cluster or a container
 //!     abandoned                      the controller has given this attempt up; the supervisor must not start it
 //! ```
 
@@ -163,6 +164,12 @@ impl AttemptDir {
         self.path.join("evaluator.stderr.log")
     }
 
+    /// The folder of the supervisor of an evaluator whose agent ran elsewhere, in a container or a cluster.
+    #[must_use]
+    pub fn evaluation(&self) -> Self {
+        Self::new(self.path.join("evaluation"))
+    }
+
     pub(crate) fn supervisor(&self) -> PathBuf {
         self.path.join("supervisor.json")
     }
@@ -185,6 +192,17 @@ impl AttemptDir {
 
     pub(crate) fn abandoned(&self) -> PathBuf {
         self.path.join("abandoned")
+    }
+
+    /// Takes back that the attempt was given up, for one that begins only now.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub(crate) fn begin_anew(&self) -> std::io::Result<()> {
+        match std::fs::remove_file(self.abandoned()) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Makes the folder and the agent's working folder in it.

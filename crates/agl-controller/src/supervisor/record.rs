@@ -78,6 +78,9 @@ pub struct End {
     pub stopped: bool,
     /// It never started.
     pub not_started: Option<NotStarted>,
+    /// What else there is to say about its end, such as that it ran out of memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
     /// How long it ran.
     pub seconds: f64,
 }

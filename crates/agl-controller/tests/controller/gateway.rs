@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use agl_core::attempt::{Attempt, AttemptPatch};
+use agl_core::attempt::{Attempt, AttemptPatch, AttemptState};
 use agl_core::rollout::{Rollout, RolloutState, StatusPatch};
 use axum::body::Body;
 use axum::extract::{Path, Query, State};
@@ -64,6 +64,7 @@ impl FakeGateway {
     pub async fn start() -> Self {
         let shared = Shared { inside: Arc::default(), changed: Arc::new(watch::Sender::new(0)) };
         let router = Router::new()
+            .route("/api/rollouts", get(list_rollouts))
             .route("/api/rollouts/watch", get(watch_rollouts))
             .route("/api/rollouts/{id}", get(get_rollout).patch(patch_rollout))
             .route("/api/rollouts/{id}/attempts", get(list_attempts).post(create_attempt))
@@ -103,6 +104,27 @@ impl FakeGateway {
     /// From now on it says that it has just been started.
     pub fn say_restarted(&self) {
         self.shared.inside.lock().unwrap().started_at = now();
+    }
+
+    /// Ends a rollout from outside; the watch does not tell of it.
+    pub fn cancel_silently(&self, id: &str) {
+        let patch = StatusPatch { state: Some(RolloutState::Failed), ..StatusPatch::default() };
+        let mut inside = self.shared.inside.lock().unwrap();
+        inside.rollouts.iter_mut().find(|rollout| rollout.rollout_id == id).unwrap().apply(&patch, now()).unwrap();
+    }
+
+    /// Makes an attempt as a controller does that dies right after.
+    pub fn begin_attempt(&self, id: &str, attempt_id: &str, state: AttemptState) {
+        let mut inside = self.shared.inside.lock().unwrap();
+        let mut attempt = Attempt::new(id.to_owned(), attempt_id.to_owned(), now());
+        attempt.state = state;
+        inside.attempts.insert((id.to_owned(), attempt_id.to_owned()), attempt);
+        let patch = StatusPatch {
+            state: Some(RolloutState::Running),
+            last_attempt_id: Some(attempt_id.to_owned()),
+            ..StatusPatch::default()
+        };
+        inside.rollouts.iter_mut().find(|rollout| rollout.rollout_id == id).unwrap().apply(&patch, now()).unwrap();
     }
 
     /// Ends a rollout from outside.
@@ -206,6 +228,17 @@ async fn watch_rollouts(State(shared): State<Shared>, Query(query): Query<HashMa
         }
     });
     ([("content-type", "text/event-stream")], Body::from_stream(stream)).into_response()
+}
+
+/// Those that have not ended, oldest first.
+async fn list_rollouts(State(shared): State<Shared>, Query(query): Query<HashMap<String, String>>) -> Json<Value> {
+    let inside = shared.inside.lock().unwrap();
+    let open = |rollout: &&Rollout| !rollout.status.state.is_terminal();
+    let after = query.get("after");
+    let skip = after.map_or(0, |after| 1 + inside.rollouts.iter().position(|it| it.rollout_id == *after).unwrap());
+    let page: Vec<&Rollout> =
+        inside.rollouts.iter().skip(skip).filter(open).take(query["limit"].parse().unwrap()).collect();
+    Json(json!(page))
 }
 
 async fn get_rollout(State(shared): State<Shared>, Path(id): Path<String>) -> Response {

@@ -1,4 +1,4 @@
-//! The controller with real processes.
+//! The controller with real processes, and with an API server of Kubernetes that the tests play.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
@@ -6,8 +6,12 @@
 )]
 
 mod agents;
+mod cluster;
 mod end_to_end;
+mod fleet;
 mod gateway;
+mod kubernetes;
+mod kubernetes_recovery;
 mod recovery;
 mod scenarios;
 mod stage;

@@ -15,12 +15,23 @@ use crate::gateway::FakeGateway;
 
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_agl-controller");
 
-type Running = JoinHandle<Result<(), ControllerError>>;
+/// A controller inside the test.
+pub struct RunningController {
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<Result<(), ControllerError>>,
+}
+
+impl RunningController {
+    pub async fn stop(self) {
+        self.stop.send(()).unwrap();
+        tokio::time::timeout(Duration::from_secs(20), self.task).await.unwrap().unwrap().unwrap();
+    }
+}
 
 pub struct Stage {
     pub gateway: FakeGateway,
     pub folder: TempDir,
-    controller: Option<(oneshot::Sender<()>, Running)>,
+    controller: Option<RunningController>,
 }
 
 impl Stage {
@@ -47,20 +58,23 @@ impl Stage {
 
     /// Starts a controller inside the test.
     pub fn start(&mut self, settings: Value) {
+        self.controller = Some(self.controller(settings));
+    }
+
+    /// One more controller inside the test.
+    pub fn controller(&self, settings: Value) -> RunningController {
         let config: ControllerConfig = serde_json::from_value(self.config(&settings)).unwrap();
         let client = GatewayClient::new(&self.gateway.url, "").unwrap();
         let (stop, stopped) = oneshot::channel();
         let run = Controller::new(config, client).run(async {
             let _ = stopped.await;
         });
-        self.controller = Some((stop, tokio::spawn(run)));
+        RunningController { stop, task: tokio::spawn(run) }
     }
 
     /// Tells it to end and waits for that.
     pub async fn stop(&mut self) {
-        let (stop, task) = self.controller.take().unwrap();
-        stop.send(()).unwrap();
-        tokio::time::timeout(Duration::from_secs(20), task).await.unwrap().unwrap().unwrap();
+        self.controller.take().unwrap().stop().await;
     }
 
     pub fn attempt(&self, rollout: &str, attempt: &str) -> AttemptDir {

@@ -4,16 +4,15 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::Stdio;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout};
 
+use super::Leave;
 use crate::process_id::ProcessId;
-use crate::supervisor::record::{Answer, End, Event, ExitRecord, Spec};
+use crate::supervisor::record::{Answer, Event, ExitRecord, Spec};
 use crate::work_dir::{AttemptDir, read_record};
 
 /// How often the records of a supervisor are looked at that is not our child.
@@ -32,7 +31,7 @@ pub struct Supervised {
     complaint: Option<String>,
     agent_end_seen: bool,
     /// The agent is to go on when this is dropped.
-    leave: Arc<AtomicBool>,
+    leave: Leave,
 }
 
 /// The pipes to a supervisor that we started.
@@ -43,31 +42,12 @@ struct Link {
     stdin: Option<ChildStdin>,
 }
 
-/// What a supervisor does next.
-#[derive(Debug)]
-pub enum Step {
-    /// The agent runs as this process.
-    Started {
-        /// Leader of its group.
-        pid: i32,
-    },
-    /// The agent has ended, and there is an evaluator to run.
-    AgentEnded(End),
-    /// The supervisor has ended; see [`Supervised::record`].
-    Exited,
-}
-
 impl Supervised {
     /// Starts a supervisor and tells it what to run.
     ///
     /// # Errors
     /// Why the supervisor itself could not be started.
-    pub async fn start(
-        program: Option<&Path>,
-        dir: &AttemptDir,
-        spec: &Spec,
-        leave: Arc<AtomicBool>,
-    ) -> io::Result<Self> {
+    pub async fn start(program: Option<&Path>, dir: &AttemptDir, spec: &Spec, leave: Leave) -> io::Result<Self> {
         dir.create()?;
         // The running program itself, even where its file has been replaced since: both ends speak the same version.
         let mut command = tokio::process::Command::new(program.unwrap_or(Path::new("/proc/self/exe")));
@@ -95,7 +75,7 @@ impl Supervised {
     /// `None` where there is neither: the attempt is then marked, so that a supervisor that is only just starting does
     /// not begin, and what its agent may have left is killed.
     #[must_use]
-    pub fn find(dir: &AttemptDir, leave: Arc<AtomicBool>) -> Option<Self> {
+    pub fn find(dir: &AttemptDir, leave: Leave) -> Option<Self> {
         let found = |process| {
             let leave = leave.clone();
             Some(Self { dir: dir.clone(), process, link: None, complaint: None, agent_end_seen: false, leave })
@@ -126,7 +106,7 @@ impl Supervised {
 
     /// Makes the supervisor and its agent go on when this is dropped.
     pub fn let_go(&mut self) {
-        self.leave = Arc::new(AtomicBool::new(true));
+        self.leave = Leave::always();
     }
 
     /// The supervisor's process number.
@@ -135,21 +115,21 @@ impl Supervised {
         self.process.map(|process| process.pid)
     }
 
-    /// Waits for what the supervisor does next. May be dropped and called again.
-    pub async fn next(&mut self) -> Step {
+    /// Waits for what the supervisor says next; `None` once it has ended, see [`Supervised::record`]. May be dropped and
+    /// called again.
+    pub async fn next(&mut self) -> Option<Event> {
         match self.link {
             Some(_) => self.next_said().await,
             None => self.next_found().await,
         }
     }
 
-    async fn next_said(&mut self) -> Step {
-        let Some(link) = &mut self.link else { return Step::Exited };
+    async fn next_said(&mut self) -> Option<Event> {
+        let link = self.link.as_mut()?;
         while let Ok(Some(line)) = link.lines.next_line().await {
             match serde_json::from_str(&line) {
-                Ok(Event::Started { pid }) => return Step::Started { pid },
-                Ok(Event::AgentEnded { end }) => return Step::AgentEnded(end),
                 Ok(Event::Failed { message }) => self.complaint = Some(message),
+                Ok(event) => return Some(event),
                 Err(error) => {
                     tracing::warn!(dir = %self.dir.path().display(), %line, %error, "a supervisor said what we do not know")
                 }
@@ -158,26 +138,26 @@ impl Supervised {
         if let Err(error) = link.child.wait().await {
             tracing::warn!(dir = %self.dir.path().display(), %error, "cannot wait for a supervisor");
         }
-        Step::Exited
+        None
     }
 
-    async fn next_found(&mut self) -> Step {
+    async fn next_found(&mut self) -> Option<Event> {
         loop {
             let alive = self.process.is_some_and(|process| process.is_alive());
             if !self.agent_end_seen
                 && let Some(end) = read_record(&self.dir.agent_end())
             {
                 self.agent_end_seen = true;
-                return Step::AgentEnded(end);
+                return Some(Event::AgentEnded { end });
             }
             if !alive {
-                return Step::Exited;
+                return None;
             }
             tokio::time::sleep(LOOK).await;
         }
     }
 
-    /// Answers [`Step::AgentEnded`]. A supervisor that does not hear us decides for itself.
+    /// Answers [`Event::AgentEnded`]. A supervisor that does not hear us decides for itself.
     pub async fn answer(&mut self, answer: Answer) {
         if let Err(error) = self.say(&answer).await {
             tracing::debug!(dir = %self.dir.path().display(), %error, "a supervisor did not hear our answer");
@@ -225,7 +205,7 @@ impl Supervised {
 
 impl Drop for Supervised {
     fn drop(&mut self) {
-        if !self.leave.load(Ordering::Acquire) {
+        if !self.leave.is_set() {
             self.terminate();
         }
     }

@@ -1,0 +1,109 @@
+//! A controller from its beginning to its end: its runner, its turn to lead, its loop.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use agl_client::{ClientError, GatewayClient};
+use futures_util::StreamExt;
+
+use crate::attempt::Attempts;
+use crate::config::{ControllerConfig, RunnerKind};
+use crate::error::ControllerError;
+use crate::reconcile::Board;
+use crate::runner::kubernetes::KubernetesRunner;
+use crate::runner::process::ProcessRunner;
+use crate::runner::{Host, Leave, Runner};
+use crate::work_dir::WorkDir;
+
+/// The controller waits for its gateway as long as it takes: agents go on meanwhile.
+const PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Runs rollouts until it is told to end.
+#[derive(Debug)]
+pub struct Controller {
+    config: ControllerConfig,
+    client: GatewayClient,
+}
+
+impl Controller {
+    /// A controller of the rollouts of one gateway.
+    #[must_use]
+    pub fn new(config: ControllerConfig, client: GatewayClient) -> Self {
+        Self { config, client: client.with_patience(PATIENCE) }
+    }
+
+    /// Runs rollouts until `shutdown` is ready. First takes up what an earlier controller left.
+    ///
+    /// # Errors
+    /// [`ControllerError`] where it cannot begin, or the gateway refuses it.
+    pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), ControllerError> {
+        self.config.check()?;
+        tokio::pin!(shutdown);
+        let work_dir = Arc::new(WorkDir::open(&self.config.work_dir)?);
+        loop {
+            let leave = Leave::default();
+            let runner = self.runner(&work_dir, &leave).await?;
+            tokio::select! {
+                () = runner.elected() => {}
+                () = &mut shutdown => return Ok(()),
+            }
+            tracing::info!(
+                gateway = self.client.base_url(), work_dir = %self.config.work_dir.display(), runner = runner.kind(),
+                "controller started"
+            );
+            let (config, client) = (self.config.clone(), self.client.clone());
+            match lead(Attempts { config, client, runner, leave }, &mut shutdown).await {
+                Err(Ended::Deposed) => tracing::warn!("another controller leads now; this one stands by"),
+                Err(Ended::Refused(error)) => return Err(error.into()),
+                Ok(()) => return Ok(()),
+            }
+        }
+    }
+
+    async fn runner(&self, work_dir: &Arc<WorkDir>, leave: &Leave) -> Result<Arc<dyn Runner>, ControllerError> {
+        let host = Host::here().map_err(|source| ControllerError::WorkDir { path: ".".into(), source })?;
+        let (config, work_dir, leave) = (self.config.clone(), work_dir.clone(), leave.clone());
+        Ok(match self.config.runner {
+            RunnerKind::Process => Arc::new(ProcessRunner::new(config, work_dir, host, leave)),
+            RunnerKind::Kubernetes => {
+                Arc::new(KubernetesRunner::connect(config, self.client.clone(), work_dir, host, leave).await?)
+            }
+        })
+    }
+}
+
+/// Why a controller stopped leading before its end.
+enum Ended {
+    Deposed,
+    Refused(ClientError),
+}
+
+/// Runs rollouts until `shutdown` is ready or another controller leads.
+async fn lead(attempts: Attempts, shutdown: &mut (impl Future<Output = ()> + Unpin)) -> Result<(), Ended> {
+    let mut changes = attempts.client.watch(None);
+    let runner = attempts.runner.clone();
+    let deposed = runner.deposed();
+    tokio::pin!(deposed);
+    let mut board = Board::new(attempts);
+    let ended = loop {
+        tokio::select! {
+            change = changes.next() => match change {
+                Some(Ok(change)) => board.note(change),
+                Some(Err(error @ ClientError::Unreachable { .. })) => tracing::warn!("{error}"),
+                Some(Err(error)) => break Err(Ended::Refused(error)),
+                None => break Ok(()),
+            },
+            () = board.turn() => {}
+            () = &mut deposed => break Err(Ended::Deposed),
+            () = &mut *shutdown => break Ok(()),
+        }
+    };
+    if matches!(ended, Err(Ended::Deposed)) {
+        board.leave().await;
+    } else {
+        board.shut_down().await;
+        runner.resign().await;
+    }
+    ended
+}

@@ -1,0 +1,72 @@
+//! A Job and its pods are ended, however often that has to be asked for.
+
+use std::time::Duration;
+
+use kube::api::DeleteParams;
+
+use super::Shared;
+use super::refusal::Refusal;
+
+/// Between two tries at a request that failed.
+const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+/// How long the end of a Job and its pods is waited for before it is left to the cluster.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+impl Shared {
+    /// Ends a Job and its pods, and waits until they are gone.
+    pub(super) async fn end(&self, name: &str) {
+        let gone = async {
+            self.delete(name).await;
+            let mut changed = self.observed.subscribe(name);
+            while !self.observed.is_gone(name) {
+                self.end_what_lost_its_job(name).await;
+                let _ = changed.changed().await;
+            }
+        };
+        if tokio::time::timeout(PATIENCE, gone).await.is_err() {
+            tracing::warn!(job = name, "it is being deleted, and the cluster has not ended it yet");
+        }
+    }
+
+    /// Asks for a Job's end, and its pods' with it. Tried until the API server hears it.
+    pub(super) async fn delete(&self, name: &str) {
+        let mut retry = Retry::new();
+        while let Err(error) = self.jobs.delete(name, &DeleteParams::foreground()).await {
+            match Refusal::of(&error) {
+                Refusal::NotFound(_) => return,
+                Refusal::Forbidden(message) | Refusal::Invalid(message) => {
+                    tracing::error!(job = name, "cannot delete it: {message}");
+                    return;
+                }
+                other => retry.wait(&format!("{other:?}"), name).await,
+            }
+        }
+    }
+
+    /// A pod whose Job was deleted without it belongs to nobody: nothing else would end it.
+    pub(super) async fn end_what_lost_its_job(&self, name: &str) {
+        if self.observed.job(name).is_some() {
+            return;
+        }
+        for pod in self.observed.pods(name).iter().filter(|pod| !pod.deleting) {
+            if let Err(error) = self.pods.delete(&pod.name, &DeleteParams::default()).await {
+                tracing::debug!(pod = pod.name, "cannot delete it: {error}");
+            }
+        }
+    }
+}
+
+/// Waits longer with each failure of a request.
+pub(super) struct Retry(Duration);
+
+impl Retry {
+    pub(super) fn new() -> Self {
+        Self(RETRY.0)
+    }
+
+    pub(super) async fn wait(&mut self, why: &str, job: &str) {
+        tracing::debug!(job, wait = ?self.0, "trying again: {why}");
+        tokio::time::sleep(self.0).await;
+        self.0 = (self.0 * 2).min(RETRY.1);
+    }
+}

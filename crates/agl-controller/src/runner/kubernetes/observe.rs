@@ -1,0 +1,300 @@
+//! What the cluster has of ours, kept current by two watches.
+//!
+//! The watches page their lists, resume from bookmarks and begin anew where the API server has forgotten them; what a new
+//! list does not hold is then gone. Everything is under one lock that is never held across a wait.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::core::v1::Pod;
+use kube::runtime::WatchStreamExt;
+use kube::runtime::utils::Backoff;
+use kube::runtime::watcher::{Config, Event, watcher};
+use kube::{Api, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use super::facts::{JobFacts, PodFacts, Seen, judge};
+
+/// How many objects one LIST brings.
+const PAGE: u32 = 500;
+/// How long a broken watch waits before it is tried again; longer each time.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+
+/// What the cluster has of ours.
+#[derive(Clone, Default)]
+pub struct Observed {
+    inside: Arc<Mutex<Inside>>,
+}
+
+#[derive(Default)]
+struct Inside {
+    entries: HashMap<String, Entry>,
+    /// Counts the lists that have begun, of Jobs and of pods.
+    lists: [u64; 2],
+    synced: [bool; 2],
+    changed: watch::Sender<()>,
+}
+
+/// One name of a Job.
+struct Entry {
+    job: JobState,
+    pods: BTreeMap<String, (PodFacts, u64)>,
+    started: bool,
+    /// Tells whoever waits for this Job.
+    changed: watch::Sender<()>,
+}
+
+/// What we know of the Job itself.
+enum JobState {
+    /// Nobody has seen one of this name.
+    Unseen,
+    /// There; last seen in, or created after the beginning of, this list.
+    There(JobFacts, u64),
+    /// There was one, and it was deleted.
+    Deleted,
+}
+
+/// Which of the two watches.
+#[derive(Clone, Copy)]
+enum Kind {
+    Jobs = 0,
+    Pods = 1,
+}
+
+impl Entry {
+    fn new() -> Self {
+        Self { job: JobState::Unseen, pods: BTreeMap::new(), started: false, changed: watch::Sender::new(()) }
+    }
+
+    fn is_idle(&self) -> bool {
+        !matches!(self.job, JobState::There(..)) && self.pods.is_empty() && self.changed.receiver_count() == 0
+    }
+}
+
+impl Observed {
+    /// Starts both watches; they end with `tasks`.
+    pub(super) fn watch(&self, jobs: Api<Job>, pods: Api<Pod>, selector: &str, tasks: &mut JoinSet<()>) {
+        tasks.spawn(
+            self.clone().follow(jobs, selector.to_owned(), Kind::Jobs, |this, job, list| this.see_job(job, list)),
+        );
+        tasks.spawn(
+            self.clone().follow(pods, selector.to_owned(), Kind::Pods, |this, pod, list| this.see_pod(pod, list)),
+        );
+    }
+
+    async fn follow<K>(self, api: Api<K>, selector: String, kind: Kind, see: fn(&Self, &K, u64))
+    where
+        K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
+    {
+        let config = Config { label_selector: Some(selector), page_size: Some(PAGE), ..Config::default() };
+        let mut events = watcher(api, config).backoff(Doubling(BACKOFF.0)).boxed();
+        let mut broken = false;
+        let plural = K::plural(&());
+        while let Some(event) = events.next().await {
+            let event = match event {
+                Ok(event) => event,
+                Err(error) => {
+                    if !broken {
+                        tracing::warn!("the watch of {plural} broke and is tried again: {error}");
+                    }
+                    broken = true;
+                    continue;
+                }
+            };
+            if std::mem::take(&mut broken) {
+                tracing::info!("the watch of {plural} goes on");
+            }
+            match event {
+                Event::Init => self.lock().lists[kind as usize] += 1,
+                Event::InitApply(object) | Event::Apply(object) => {
+                    let list = self.lock().lists[kind as usize];
+                    see(&self, &object, list);
+                }
+                Event::Delete(object) => self.see_deleted(&object.name_any(), kind),
+                Event::InitDone => self.sweep(kind),
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inside> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until all that is there has been seen once.
+    pub(super) async fn synced(&self) {
+        let mut changed = self.lock().changed.subscribe();
+        while !self.lock().synced.iter().all(|synced| *synced) {
+            let _ = changed.changed().await;
+        }
+    }
+
+    /// Where an attempt stands, by its Job's name; `extra` are pods that were asked for beside the watch.
+    pub(super) fn look(&self, name: &str, extra: &[PodFacts]) -> Option<Seen> {
+        let inside = self.lock();
+        let entry = inside.entries.get(name)?;
+        let job = match &entry.job {
+            JobState::There(job, _) => Some(job),
+            JobState::Unseen if entry.pods.is_empty() => return None,
+            JobState::Unseen | JobState::Deleted => None,
+        };
+        let known = entry.pods.values().map(|(pod, _)| pod);
+        let extra = extra.iter().filter(|pod| !entry.pods.contains_key(&pod.name));
+        let pods = known.chain(extra);
+        let started = entry.started || pods.clone().any(PodFacts::has_started);
+        Some(judge(job, pods, started))
+    }
+
+    /// The Job of this name, as long as it is there.
+    pub(super) fn job(&self, name: &str) -> Option<JobFacts> {
+        match &self.lock().entries.get(name)?.job {
+            JobState::There(job, _) => Some(job.clone()),
+            JobState::Unseen | JobState::Deleted => None,
+        }
+    }
+
+    /// The pods of a Job.
+    pub(super) fn pods(&self, name: &str) -> Vec<PodFacts> {
+        let inside = self.lock();
+        let pods = inside.entries.get(name).into_iter().flat_map(|entry| entry.pods.values());
+        pods.map(|(pod, _)| pod.clone()).collect()
+    }
+
+    /// True where nothing of this name is left that could run.
+    pub(super) fn is_gone(&self, name: &str) -> bool {
+        let inside = self.lock();
+        let Some(entry) = inside.entries.get(name) else { return true };
+        !matches!(entry.job, JobState::There(..)) && entry.pods.values().all(|(pod, _)| pod.has_ended())
+    }
+
+    /// Hears of every change of the Job of this name from now on.
+    pub(super) fn subscribe(&self, name: &str) -> watch::Receiver<()> {
+        self.lock().entries.entry(name.to_owned()).or_insert_with(Entry::new).changed.subscribe()
+    }
+
+    /// Jobs that are there and have not ended: whose.
+    pub(super) fn unfinished(&self) -> Vec<(String, String)> {
+        let inside = self.lock();
+        let jobs = inside.entries.values().filter_map(|entry| match &entry.job {
+            JobState::There(job, _) if job.ended.is_none() && !job.deleting => Some(job),
+            _ => None,
+        });
+        jobs.map(|job| (job.rollout_id.clone(), job.attempt_id.clone())).collect()
+    }
+
+    /// A Job that we have just made: the watch may be slower than our answer. One that was deleted meanwhile stays so.
+    pub(super) fn note_created(&self, name: &str, job: JobFacts) {
+        let mut inside = self.lock();
+        let list = inside.lists[Kind::Jobs as usize];
+        let entry = inside.entries.entry(name.to_owned()).or_insert_with(Entry::new);
+        if matches!(entry.job, JobState::Unseen) {
+            entry.job = JobState::There(job, list);
+        }
+    }
+
+    fn see_job(&self, job: &Job, list: u64) {
+        let Some(facts) = JobFacts::of(job) else { return };
+        let mut inside = self.lock();
+        let entry = inside.entries.entry(job.name_any()).or_insert_with(Entry::new);
+        let news = !matches!(&entry.job, JobState::There(known, _) if *known == facts);
+        entry.job = JobState::There(facts, list);
+        if news {
+            entry.changed.send_replace(());
+        }
+    }
+
+    fn see_pod(&self, pod: &Pod, list: u64) {
+        let Some(job) = job_of(pod) else { return };
+        let facts = PodFacts::of(pod);
+        let mut inside = self.lock();
+        let entry = inside.entries.entry(job.to_owned()).or_insert_with(Entry::new);
+        entry.started |= facts.has_started();
+        let before = entry.pods.insert(facts.name.clone(), (facts.clone(), list));
+        if before.is_none_or(|(before, _)| before != facts) {
+            entry.changed.send_replace(());
+        }
+    }
+
+    fn see_deleted(&self, name: &str, kind: Kind) {
+        let mut inside = self.lock();
+        match kind {
+            Kind::Jobs => {
+                if let Some(entry) = inside.entries.get_mut(name) {
+                    entry.job = JobState::Deleted;
+                    entry.changed.send_replace(());
+                }
+            }
+            Kind::Pods => {
+                for entry in inside.entries.values_mut().filter(|entry| entry.pods.contains_key(name)) {
+                    entry.pods.remove(name);
+                    entry.changed.send_replace(());
+                }
+            }
+        }
+        inside.entries.retain(|_, entry| !entry.is_idle());
+    }
+
+    /// A list has ended: what it did not hold, and was not made since it began, is gone.
+    fn sweep(&self, kind: Kind) {
+        let mut inside = self.lock();
+        let list = inside.lists[kind as usize];
+        for entry in inside.entries.values_mut() {
+            let gone = match kind {
+                Kind::Jobs => {
+                    let gone = matches!(entry.job, JobState::There(_, seen) if seen < list);
+                    if gone {
+                        entry.job = JobState::Deleted;
+                    }
+                    gone
+                }
+                Kind::Pods => {
+                    let before = entry.pods.len();
+                    entry.pods.retain(|_, (_, seen)| *seen >= list);
+                    entry.pods.len() < before
+                }
+            };
+            if gone {
+                entry.changed.send_replace(());
+            }
+        }
+        inside.entries.retain(|_, entry| !entry.is_idle());
+        inside.synced[kind as usize] = true;
+        inside.changed.send_replace(());
+    }
+}
+
+/// What is waited before the next try.
+struct Doubling(Duration);
+
+impl Iterator for Doubling {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        let wait = self.0;
+        self.0 = (wait * 2).min(BACKOFF.1);
+        Some(wait)
+    }
+}
+
+impl Backoff for Doubling {
+    fn reset(&mut self) {
+        self.0 = BACKOFF.0;
+    }
+}
+
+/// The name of the Job that a pod belongs to.
+pub(super) fn job_of(pod: &Pod) -> Option<&str> {
+    let labels = pod.metadata.labels.as_ref()?;
+    labels.get("batch.kubernetes.io/job-name").or_else(|| labels.get("job-name")).map(String::as_str)
+}
+
+impl Debug for Observed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} jobs", self.lock().entries.len())
+    }
+}

@@ -1,0 +1,429 @@
+//! One attempt as a Job: made, watched, its logs kept, its evaluator run beside the controller.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::AsyncReadExt;
+use k8s_openapi::api::core::v1::Secret;
+use kube::ResourceExt;
+use kube::api::{DynamicObject, ListParams, LogParams, PostParams};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::end::Retry;
+use super::facts::{JobFacts, Over, Patience, PodFacts, Seen};
+use super::job::{job, job_name, secret};
+use super::refusal::Refusal;
+use super::{ATTEMPT_ID, ROLLOUT_ID, Shared};
+use crate::runner::supervised::{Supervised, tail};
+use crate::runner::{Order, Outcome, Run, Step, fields};
+use crate::supervisor::log::LimitedLog;
+use crate::supervisor::record::{Answer, End, Event, ExitRecord};
+use crate::work_dir::AttemptDir;
+
+/// One attempt as a Job.
+pub(super) struct KubernetesRun {
+    shared: Arc<Shared>,
+    order: Order,
+    name: String,
+    dir: AttemptDir,
+    changed: watch::Receiver<()>,
+    phase: Phase,
+    started_told: bool,
+    /// Since when it has not started.
+    waiting_since: Instant,
+    /// Since when its image cannot be had.
+    no_image_since: Option<Instant>,
+    /// The pod to take logs from.
+    pod: Option<String>,
+    record: ExitRecord,
+}
+
+/// Where it is.
+enum Phase {
+    /// The Job or its Secret may have to be made.
+    Making,
+    /// Both are there.
+    Watching,
+    /// The agent has ended; the evaluator waits for a word.
+    AgentEnded,
+    /// The evaluator runs.
+    Evaluating(Supervised),
+    /// All is over.
+    Over(Option<Outcome>),
+}
+
+impl KubernetesRun {
+    /// An attempt whose Job or Secret may have to be made.
+    pub(super) fn making(shared: Arc<Shared>, order: Order) -> Self {
+        Self::new(shared, order, Phase::Making)
+    }
+
+    /// An attempt whose Job and Secret are there.
+    pub(super) fn watching(shared: Arc<Shared>, order: Order) -> Self {
+        let mut run = Self::new(shared, order, Phase::Watching);
+        run.started_told = true;
+        run
+    }
+
+    fn new(shared: Arc<Shared>, order: Order, phase: Phase) -> Self {
+        let name = job_name(&order.rollout.rollout_id, &order.attempt_id);
+        Self {
+            changed: shared.observed.subscribe(&name),
+            dir: shared.work_dir.attempt(&order.rollout.rollout_id, &order.attempt_id),
+            shared,
+            name,
+            order,
+            phase,
+            started_told: false,
+            waiting_since: Instant::now(),
+            no_image_since: None,
+            pod: None,
+            record: ExitRecord { agent: End::default(), evaluator: None },
+        }
+    }
+
+    /// Makes the Job, then the Secret that it owns: what is made after a crash in between has no key, so that it never
+    /// starts. Whatever is there already is taken as it is.
+    async fn make(&mut self) -> Result<(), Outcome> {
+        let config = &self.shared.config.kubernetes;
+        let manifest = job(&self.order, config, self.shared.config.sdk_environment)
+            .map_err(|error| Outcome::Misconfigured(error.to_string()))?;
+        let manifest: DynamicObject =
+            serde_json::from_value(manifest).map_err(|error| Outcome::Misconfigured(error.to_string()))?;
+        let mut retry = Retry::new();
+        let uid = loop {
+            match self.shared.dynamic_jobs.create(&PostParams::default(), &manifest).await {
+                Ok(made) => {
+                    let uid = made.uid().unwrap_or_default();
+                    let facts = JobFacts {
+                        uid: uid.clone(),
+                        rollout_id: self.order.rollout.rollout_id.clone(),
+                        attempt_id: self.order.attempt_id.clone(),
+                        deleting: false,
+                        ended: None,
+                    };
+                    self.shared.observed.note_created(&self.name, facts);
+                    break uid;
+                }
+                Err(error) => match Refusal::of(&error) {
+                    Refusal::Exists => match self.existing().await? {
+                        Some(uid) => break uid,
+                        None => retry.wait("there is an older one of this name", &self.name).await,
+                    },
+                    other => self.bear(other, "its Job cannot be made", &mut retry).await?,
+                },
+            }
+        };
+        let wanted: Secret = serde_json::from_value(secret(&self.order, config, &uid))
+            .map_err(|error| Outcome::Misconfigured(error.to_string()))?;
+        loop {
+            let Err(error) = self.shared.secrets.create(&PostParams::default(), &wanted).await else { return Ok(()) };
+            match Refusal::of(&error) {
+                // Of this very Job, or of one that was deleted and is soon collected with it.
+                Refusal::Exists => match self.shared.secrets.get_metadata_opt(&self.name).await {
+                    Ok(Some(there)) if there.owner_references().iter().any(|owner| owner.uid == uid) => return Ok(()),
+                    _ => retry.wait("there is an older Secret of this name", &self.name).await,
+                },
+                other => self.bear(other, "the Secret of its Job cannot be made", &mut retry).await?,
+            }
+        }
+    }
+
+    /// Waits where a request may go well later.
+    async fn bear(&self, refusal: Refusal, what: &str, retry: &mut Retry) -> Result<(), Outcome> {
+        match refusal {
+            Refusal::Overloaded(wait, message) => {
+                self.shared.hold(wait, &message);
+                tokio::time::sleep(wait).await;
+            }
+            Refusal::Transient(message) => retry.wait(&message, &self.name).await,
+            Refusal::Exists | Refusal::Conflict => retry.wait("it was changed by somebody else", &self.name).await,
+            Refusal::Invalid(message) => {
+                return Err(Outcome::Misconfigured(format!("{what}: the API server refuses it: {message}")));
+            }
+            Refusal::Forbidden(message) | Refusal::NotFound(message) => {
+                return Err(Outcome::Lost(format!("{what}: {message}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// The Job of our name that is there already, if it is ours; `None` while an older one is going.
+    async fn existing(&self) -> Result<Option<String>, Outcome> {
+        let there = match self.shared.jobs.get_opt(&self.name).await {
+            Ok(Some(there)) => there,
+            Ok(None) => return Ok(None),
+            Err(error) => {
+                tracing::debug!(job = self.name, "cannot look at it: {error}");
+                return Ok(None);
+            }
+        };
+        let annotation = |name: &str| there.annotations().get(name).map(String::as_str);
+        let ours = annotation(ROLLOUT_ID) == Some(&self.order.rollout.rollout_id)
+            && annotation(ATTEMPT_ID) == Some(&self.order.attempt_id);
+        match JobFacts::of(&there) {
+            Some(facts) if ours && !facts.deleting => {
+                let uid = facts.uid.clone();
+                self.shared.observed.note_created(&self.name, facts);
+                Ok(Some(uid))
+            }
+            _ if there.metadata.deletion_timestamp.is_some() => Ok(None),
+            _ => Err(Outcome::Misconfigured(format!(
+                "there is another Job {} in namespace {}; it is not ours: delete it, or use another namespace",
+                self.name, self.shared.config.kubernetes.namespace
+            ))),
+        }
+    }
+
+    /// Waits for the next thing that is worth telling.
+    async fn watch(&mut self) -> Step {
+        loop {
+            self.changed.mark_unchanged();
+            let Some(seen) = self.shared.observed.look(&self.name, &[]) else {
+                // We made it, or found it: the watch will tell.
+                let _ = self.changed.changed().await;
+                continue;
+            };
+            match seen {
+                Seen::Running { pod, node } => {
+                    self.pod = Some(pod.clone());
+                    if !std::mem::replace(&mut self.started_told, true) {
+                        return Step::Started { about: self.about(&pod, node) };
+                    }
+                }
+                Seen::Waiting(waiting) => {
+                    let (patience, why) = match waiting {
+                        Some(waiting) => (self.deadline(waiting.patience), waiting.why),
+                        None => (self.deadline(Patience::Start), "its pod has not been made or started".to_owned()),
+                    };
+                    if Instant::now() >= patience {
+                        self.shared.delete(&self.name).await;
+                        let lost = format!("it did not start: {why}");
+                        return self.over(Outcome::Lost(lost));
+                    }
+                    tokio::select! {
+                        _ = self.changed.changed() => {}
+                        () = tokio::time::sleep_until(patience) => {}
+                    }
+                    continue;
+                }
+                Seen::Ending => self.shared.end_what_lost_its_job(&self.name).await,
+                Seen::Over(over) => {
+                    let over = self.ask_pods(over).await;
+                    return self.agent_over(over).await;
+                }
+            }
+            let _ = self.changed.changed().await;
+        }
+    }
+
+    /// When a reason not to start has gone on for too long.
+    fn deadline(&mut self, patience: Patience) -> Instant {
+        let config = &self.shared.config.kubernetes;
+        let after = |since: Instant, seconds: f64| {
+            let patience = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+            since.checked_add(patience).unwrap_or_else(|| since + Duration::from_secs(365 * 24 * 3600))
+        };
+        let start = after(self.waiting_since, config.start_timeout_seconds);
+        match patience {
+            Patience::None => Instant::now(),
+            Patience::Start => start,
+            Patience::Image => {
+                let since = *self.no_image_since.get_or_insert_with(Instant::now);
+                after(since, config.image_pull_grace_seconds).min(start)
+            }
+        }
+    }
+
+    /// The watch of pods may be slower than that of Jobs, and a pod tells more than its Job.
+    async fn ask_pods(&mut self, over: Over) -> Over {
+        if !self.shared.observed.pods(&self.name).is_empty() || self.shared.observed.job(&self.name).is_none() {
+            return over;
+        }
+        let parameters = ListParams::default().labels(&format!("job-name={}", self.name));
+        let pods: Vec<PodFacts> = match self.shared.pods.list(&parameters).await {
+            Ok(pods) => pods.items.iter().map(PodFacts::of).collect(),
+            Err(error) => {
+                tracing::debug!(job = self.name, "cannot ask for its pods: {error}");
+                return over;
+            }
+        };
+        self.pod = self.pod.take().or_else(|| pods.first().map(|pod| pod.name.clone()));
+        match self.shared.observed.look(&self.name, &pods) {
+            Some(Seen::Over(better)) => better,
+            _ => over,
+        }
+    }
+
+    async fn agent_over(&mut self, over: Over) -> Step {
+        self.keep_logs().await;
+        let end = match over {
+            Over::Exited { code, note } => End { code: Some(code), note, ..End::default() },
+            Over::TimedOut => End { timed_out: true, ..End::default() },
+            Over::Lost(message) => return self.over(Outcome::Lost(message)),
+            Over::Misconfigured(message) => return self.over(Outcome::Misconfigured(message)),
+        };
+        self.record.agent = end.clone();
+        let has_evaluator = self.order.rollout.config.evaluator.is_some() || self.shared.config.evaluator.is_some();
+        if has_evaluator {
+            self.phase = Phase::AgentEnded;
+            return Step::AgentEnded(end);
+        }
+        self.over(self.ended())
+    }
+
+    fn ended(&self) -> Outcome {
+        Outcome::Ended {
+            record: self.record.clone(),
+            stderr_tail: tail(&self.dir.stdout()),
+            evaluator_tail: tail(&self.dir.evaluation().stderr()),
+        }
+    }
+
+    fn over(&mut self, outcome: Outcome) -> Step {
+        self.phase = Phase::Over(Some(outcome));
+        Step::Exited
+    }
+
+    fn about(&self, pod: &str, node: Option<String>) -> serde_json::Map<String, Value> {
+        fields(json!({
+            "kind": "kubernetes", "controller": self.shared.owner, "namespace": self.shared.config.kubernetes.namespace,
+            "job": self.name, "pod": pod, "node": node, "dir": self.dir.path().to_string_lossy(),
+        }))
+    }
+
+    /// Keeps what the agent wrote, head and tail. A log that cannot be had is no failure of the attempt.
+    async fn keep_logs(&mut self) {
+        let pods = self.shared.observed.pods(&self.name);
+        let Some(pod) = pods.first().map(|pod| pod.name.clone()).or_else(|| self.pod.clone()) else { return };
+        let containers: Vec<String> = match pods.first() {
+            Some(pod) => pod.containers.iter().map(|container| container.name.clone()).collect(),
+            None => Vec::new(),
+        };
+        if let Err(error) = self.dir.create() {
+            tracing::warn!(dir = %self.dir.path().display(), "cannot keep logs: {error}");
+            return;
+        }
+        let containers = if containers.is_empty() { vec![None] } else { containers.into_iter().map(Some).collect() };
+        for (index, container) in containers.into_iter().enumerate() {
+            let path = match (&container, index) {
+                (Some(name), 1..) => self.dir.path().join(format!("stdout.{name}.log")),
+                _ => self.dir.stdout(),
+            };
+            let parameters = LogParams { container, ..LogParams::default() };
+            let kept = async {
+                let mut stream = self.shared.pods.log_stream(&pod, &parameters).await.map_err(std::io::Error::other)?;
+                let mut log = LimitedLog::create(&path, self.shared.config.log_limit_bytes)?;
+                let mut buffer = vec![0; 32 * 1024];
+                loop {
+                    match stream.read(&mut buffer).await? {
+                        0 => return log.finish(),
+                        read => log.write(&buffer[..read])?,
+                    }
+                }
+            };
+            if let Err(error) = kept.await {
+                tracing::debug!(pod, "its log cannot be kept: {error}");
+            }
+        }
+    }
+
+    /// Starts the evaluator, unless an earlier controller's still runs or has ended.
+    async fn evaluate(&mut self) -> Phase {
+        let dir = self.dir.evaluation();
+        let leave = self.shared.leave.clone();
+        if let Some(found) = Supervised::find(&dir, leave.clone()) {
+            return Phase::Evaluating(found);
+        }
+        let exit_code = self.record.agent.exit_code();
+        let spec = match self.shared.launch(&self.order, &self.dir).evaluation(&self.shared.config, exit_code) {
+            Ok(Some(spec)) => spec,
+            Ok(None) => return Phase::Over(Some(self.ended())),
+            Err(error) => return Phase::Over(Some(Outcome::Misconfigured(error.to_string()))),
+        };
+        // What it marked as given up when it looked for an earlier one is given up no more.
+        let started = match dir.begin_anew().and_then(|()| self.dir.create()) {
+            Ok(()) => Supervised::start(self.shared.config.supervisor.as_deref(), &dir, &spec, leave).await,
+            Err(error) => Err(error),
+        };
+        match started {
+            Ok(supervised) => Phase::Evaluating(supervised),
+            Err(error) => {
+                let message =
+                    format!("the supervisor of its evaluator cannot be started in {}: {error}", dir.path().display());
+                Phase::Over(Some(Outcome::Lost(message)))
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Run for KubernetesRun {
+    fn is_ours(&self) -> bool {
+        true
+    }
+
+    async fn next(&mut self) -> Step {
+        loop {
+            match &mut self.phase {
+                Phase::Making => match self.make().await {
+                    Ok(()) => self.phase = Phase::Watching,
+                    Err(outcome) => {
+                        self.shared.delete(&self.name).await;
+                        return self.over(outcome);
+                    }
+                },
+                Phase::Watching => return self.watch().await,
+                Phase::AgentEnded => std::future::pending().await,
+                Phase::Evaluating(supervised) => {
+                    while let Some(event) = supervised.next().await {
+                        if let Event::Started { pid } = event {
+                            tracing::debug!(job = self.name, pid, "evaluator started");
+                        }
+                    }
+                    let outcome = match supervised.record() {
+                        Ok(record) => {
+                            self.record.evaluator = Some(record.agent);
+                            self.ended()
+                        }
+                        Err(message) => Outcome::Lost(message),
+                    };
+                    return self.over(outcome);
+                }
+                Phase::Over(_) => return Step::Exited,
+            }
+        }
+    }
+
+    async fn answer(&mut self, answer: Answer) {
+        self.phase = match answer {
+            Answer::Go => self.evaluate().await,
+            Answer::Skip => Phase::Over(Some(self.ended())),
+        };
+    }
+
+    async fn end(&mut self) {
+        if let Phase::Evaluating(supervised) = &mut self.phase {
+            supervised.terminate();
+        }
+        self.shared.end(&self.name).await;
+    }
+
+    /// What runs in the cluster goes on anyway.
+    fn let_go(&mut self) {
+        if let Phase::Evaluating(supervised) = &mut self.phase {
+            supervised.let_go();
+        }
+    }
+
+    async fn outcome(&mut self) -> Outcome {
+        let unknown = || Outcome::Lost("it was let go before its end was known".to_owned());
+        match &mut self.phase {
+            Phase::Over(outcome) => outcome.take().unwrap_or_else(unknown),
+            _ => unknown(),
+        }
+    }
+}
