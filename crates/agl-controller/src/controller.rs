@@ -10,6 +10,7 @@ use futures_util::StreamExt;
 use crate::attempt::Attempts;
 use crate::config::{ControllerConfig, RunnerKind};
 use crate::error::ControllerError;
+use crate::plan::{Planned, plan};
 use crate::reconcile::Board;
 use crate::runner::kubernetes::KubernetesRunner;
 use crate::runner::process::ProcessRunner;
@@ -44,8 +45,12 @@ impl Controller {
         loop {
             let leave = Leave::default();
             let runner = self.runner(&work_dir, &leave).await?;
+            let ready = async {
+                runner.elected().await;
+                runner.observe().await;
+            };
             tokio::select! {
-                () = runner.elected() => {}
+                () = ready => {}
                 () = &mut shutdown => return Ok(()),
             }
             tracing::info!(
@@ -59,6 +64,18 @@ impl Controller {
                 Ok(()) => return Ok(()),
             }
         }
+    }
+
+    /// What [`Controller::run`] would do now. Nothing is changed, and nobody is kept from running.
+    ///
+    /// # Errors
+    /// [`ControllerError`] where it could not begin, or the gateway refuses it.
+    pub async fn plan(self) -> Result<Vec<Planned>, ControllerError> {
+        self.config.check()?;
+        let work_dir = Arc::new(WorkDir::look(&self.config.work_dir));
+        let runner = self.runner(&work_dir, &Leave::always()).await?;
+        runner.observe().await;
+        Ok(plan(&self.config, &self.client, runner.as_ref()).await?)
     }
 
     async fn runner(&self, work_dir: &Arc<WorkDir>, leave: &Leave) -> Result<Arc<dyn Runner>, ControllerError> {

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, ser};
 
 use crate::address::AgentAddress;
 use crate::config::ControllerConfig;
+use crate::runner::{Host, Order};
 use crate::supervisor::record::{Command, Spec};
 use crate::work_dir::AttemptDir;
 
@@ -74,6 +75,22 @@ pub struct Launch<'a> {
     pub dir: &'a AttemptDir,
     /// The controller's working directory, from which Python classes are imported.
     pub controller_cwd: PathBuf,
+}
+
+impl<'a> Launch<'a> {
+    /// What an order says, in the folder `dir` of its attempt.
+    #[must_use]
+    pub fn new(order: &'a Order, dir: &'a AttemptDir, host: &Host) -> Self {
+        Self {
+            rollout: &order.rollout,
+            attempt_id: &order.attempt_id,
+            key: &order.key,
+            reward_key: &order.reward_key,
+            agent_url: &order.agent_url,
+            dir,
+            controller_cwd: host.cwd.clone(),
+        }
+    }
 }
 
 impl Launch<'_> {

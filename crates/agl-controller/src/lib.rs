@@ -9,6 +9,7 @@
 //! * [`controller`] — a controller from its beginning to its end.
 //! * [`reconcile`] — the loop: what changed, what is due, who has ended.
 //! * [`pace`] — how fast attempts may begin. Pure.
+//! * [`plan`] — what a controller would do if it were started now.
 //! * [`attempt`] — the life of one attempt, from its keys to its verdict.
 //! * [`runner`] — who runs attempts, and where.
 //! * [`address`] — where an agent finds the gateway. Pure.
@@ -25,6 +26,7 @@ pub mod controller;
 pub mod error;
 pub mod launch;
 pub mod pace;
+pub mod plan;
 pub mod process_id;
 pub mod reconcile;
 pub mod runner;

@@ -31,8 +31,8 @@ use crate::error::ControllerError;
 pub struct WorkDir {
     root: PathBuf,
     controller_id: String,
-    /// The lock ends with the file.
-    _lock: File,
+    /// The lock ends with the file. `None`: we only look.
+    _lock: Option<File>,
 }
 
 impl WorkDir {
@@ -65,7 +65,15 @@ impl WorkDir {
                 id
             }
         };
-        Ok(Self { root, controller_id, _lock: lock })
+        Ok(Self { root, controller_id, _lock: Some(lock) })
+    }
+
+    /// A work directory that is only looked at; whoever uses it goes on, and one that does not exist is empty.
+    #[must_use]
+    pub fn look(root: &Path) -> Self {
+        let root = root.canonicalize().unwrap_or_else(|_| root.to_owned());
+        let id = std::fs::read_to_string(root.join("controller_id")).unwrap_or_default();
+        Self { root, controller_id: id.trim().to_owned(), _lock: None }
     }
 
     /// Who the attempts in this directory belong to.

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use agl_core::credit::{AdvantageLevel, Estimator, LossAggregation};
-use agl_core::rollout::{EvaluatorConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig};
+use agl_core::rollout::{EvaluatorConfig, K8sConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig};
 use agl_core::trajectory::Level;
 use agl_core::trajectory::sequence::LengthLimits;
 use agl_engine::{LossConfig, OptimConfig};
@@ -78,6 +78,8 @@ pub struct RolloutSection {
     pub process: Option<ProcessConfig>,
     /// The agent as a Python class, as Agent Lightning v1.0 starts it.
     pub local: Option<LocalConfig>,
+    /// The agent as a Kubernetes Job.
+    pub k8s: Option<K8sSection>,
     /// The command that judges the result and posts the reward.
     pub evaluator: Option<EvaluatorConfig>,
     /// `"evaluator"`: the agent may not post its own reward.
@@ -96,11 +98,24 @@ impl Default for RolloutSection {
             timeout_seconds: 3600,
             process: None,
             local: None,
+            k8s: None,
             evaluator: None,
             reward_source: None,
             max_attempts: None,
         }
     }
+}
+
+/// `[rollout.k8s]`: the template of a Job.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct K8sSection {
+    /// The template itself, Jinja that renders one Job; it travels in each rollout.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job_template: Option<String>,
+    /// The file it stands in; read when the run file is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job_template_path: Option<PathBuf>,
 }
 
 impl RolloutSection {
@@ -111,6 +126,7 @@ impl RolloutSection {
             timeout_seconds: self.timeout_seconds,
             process: self.process.clone(),
             local: self.local.clone(),
+            k8s: self.k8s.as_ref().map(|k8s| K8sConfig { job_template: k8s.job_template.clone() }),
             evaluator: self.evaluator.clone(),
             reward_source: self.reward_source,
             max_attempts: self.max_attempts,
@@ -319,14 +335,26 @@ pub fn check(
     if rollout.val_n == 0 {
         return refuse("rollout.val_n", "is 0; use at least 1");
     }
-    if rollout.process.is_none() && rollout.local.is_none() {
+    let agents = [
+        ("rollout.process", rollout.process.is_some()),
+        ("rollout.local", rollout.local.is_some()),
+        ("rollout.k8s", rollout.k8s.is_some()),
+    ];
+    let mut given = agents.iter().filter(|(_, given)| *given);
+    if given.next().is_none() {
         return refuse(
             "rollout.process",
             "is missing; say which agent to run, e.g. argv = [\"python3\", \"agent.py\"]",
         );
     }
-    if rollout.process.is_some() && rollout.local.is_some() {
-        return refuse("rollout.local", "and rollout.process are both given; a rollout runs one agent");
+    if let Some((key, _)) = given.next() {
+        return refuse(
+            key,
+            "is not the only agent given; a rollout runs one: rollout.process, rollout.local or rollout.k8s",
+        );
+    }
+    if rollout.k8s.as_ref().is_some_and(|k8s| k8s.job_template.is_none()) {
+        return refuse("rollout.k8s", "has no job_template and no job_template_path");
     }
     if actor.ppo_mini_batch_size == Some(0) {
         return refuse("actor.ppo_mini_batch_size", "is 0; leave it out to train on the whole batch at once");

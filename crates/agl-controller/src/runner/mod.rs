@@ -23,6 +23,7 @@ use async_trait::async_trait;
 use serde_json::{Map, Value};
 use tokio::time::Instant;
 
+use crate::launch::LaunchError;
 use crate::supervisor::record::{Answer, End, ExitRecord};
 use crate::verdict::Verdict;
 
@@ -87,6 +88,9 @@ pub trait Runner: Debug + Send + Sync {
     /// Waits until this controller is the one that acts, where several stand by.
     async fn elected(&self) {}
 
+    /// Begins to see what there is, and waits until all of it has been seen once.
+    async fn observe(&self) {}
+
     /// Waits until another controller acts in our place.
     async fn deposed(&self) {
         std::future::pending().await
@@ -100,6 +104,12 @@ pub trait Runner: Debug + Send + Sync {
         let _ = (rollout_id, attempt_id);
         None
     }
+
+    /// What [`Runner::start`] would start: a command, or a manifest.
+    ///
+    /// # Errors
+    /// [`LaunchError`] where it cannot be run as it is configured.
+    fn preview(&self, order: &Order) -> Result<Value, LaunchError>;
 
     /// Starts an attempt.
     ///

@@ -11,8 +11,8 @@ use serde_json::{Map, Value, json};
 use super::supervised::{Supervised, tail};
 use super::{Host, Leave, Order, Outcome, Run, Runner, Step};
 use crate::config::ControllerConfig;
-use crate::launch::Launch;
-use crate::supervisor::record::{Answer, Event};
+use crate::launch::{Launch, LaunchError};
+use crate::supervisor::record::{Answer, Event, Spec};
 use crate::verdict::Verdict;
 use crate::work_dir::{AttemptDir, WorkDir};
 
@@ -68,19 +68,17 @@ impl Runner for ProcessRunner {
         2 * std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
     }
 
+    fn preview(&self, order: &Order) -> Result<Value, LaunchError> {
+        let dir = self.work_dir.attempt(&order.rollout.rollout_id, &order.attempt_id);
+        let Spec { agent, evaluator, .. } = Launch::new(order, &dir, &self.host).spec(&self.config)?;
+        Ok(json!({"agent": agent, "evaluator": evaluator}))
+    }
+
     async fn start(&self, order: Order) -> Result<Box<dyn Run>, Verdict> {
-        let Order { rollout, attempt_id, key, reward_key, agent_url } = &order;
+        let Order { rollout, attempt_id, .. } = &order;
         let dir = self.work_dir.attempt(&rollout.rollout_id, attempt_id);
-        let launch = Launch {
-            rollout,
-            attempt_id,
-            key,
-            reward_key,
-            agent_url,
-            dir: &dir,
-            controller_cwd: self.host.cwd.clone(),
-        };
-        let spec = launch.spec(&self.config).map_err(|error| Verdict::misconfigured(error.to_string()))?;
+        let spec = Launch::new(&order, &dir, &self.host).spec(&self.config);
+        let spec = spec.map_err(|error| Verdict::misconfigured(error.to_string()))?;
         let started = match self.work_dir.mark(&rollout.rollout_id, attempt_id) {
             Ok(()) => Supervised::start(self.config.supervisor.as_deref(), &dir, &spec, self.leave.clone()).await,
             Err(error) => Err(error),

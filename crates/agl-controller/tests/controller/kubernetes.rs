@@ -46,7 +46,8 @@ async fn a_good_run_is_claimed_made_watched_and_reported() {
 #[tokio::test]
 async fn a_job_is_what_its_template_says_and_what_we_decide_over_it() {
     let fleet =
-        Fleet::with(json!({"agent_url": "http://gateway.agl.svc:8080/"}), json!({"ttl_seconds_after_finished": 77})).await;
+        Fleet::with(json!({"agent_url": "http://gateway.agl.svc:8080/"}), json!({"ttl_seconds_after_finished": 77}))
+            .await;
     fleet.stage.gateway.create(k8s());
     fleet.cluster.made(JOB).await;
     let job = fleet.cluster.get("jobs", JOB).unwrap();
@@ -74,10 +75,7 @@ async fn a_job_is_what_its_template_says_and_what_we_decide_over_it() {
     let base = "http://gateway.agl.svc:8080/proxy/rollout/r0/attempt/0/mode/train/openai/v1";
     assert_eq!(variable("AGL_OPENAI_BASE_URL")["value"], base);
     assert_eq!(variable("OPENAI_BASE_URL")["value"], base);
-    assert_eq!(
-        variable("AGL_EVENT_URL")["value"],
-        "http://gateway.agl.svc:8080/api/rollouts/r0/attempt/0/events"
-    );
+    assert_eq!(variable("AGL_EVENT_URL")["value"], "http://gateway.agl.svc:8080/api/rollouts/r0/attempt/0/events");
     assert_eq!(variable("GREETING")["value"], "hello");
 
     // The key is in the Secret alone, which the Job owns.
@@ -267,10 +265,9 @@ async fn requests_that_fail_for_a_while_are_repeated_and_nothing_is_made_twice()
 
 #[tokio::test]
 async fn a_job_that_the_api_server_refuses_fails_its_rollout_at_once_with_its_words() {
-    for (code, reason, said, attempts) in [
-        (422, "Invalid", "spec.template: Invalid value", 1),
-        (403, "Forbidden", "cannot create resource \"jobs\"", 2),
-    ] {
+    for (code, reason, said, attempts) in
+        [(422, "Invalid", "spec.template: Invalid value", 1), (403, "Forbidden", "cannot create resource \"jobs\"", 2)]
+    {
         let fleet = Fleet::empty().await;
         fleet.cluster.fail("POST jobs", code, reason, said, 2);
         let mut fleet = fleet;
@@ -333,7 +330,10 @@ async fn an_evaluator_runs_beside_the_controller_with_the_pods_log_and_its_failu
 #[tokio::test]
 async fn another_job_of_the_same_name_is_not_taken_for_ours() {
     let fleet = Fleet::empty().await;
-    fleet.cluster.put("jobs", json!({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": JOB, "namespace": "agents"}}));
+    fleet.cluster.put(
+        "jobs",
+        json!({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": JOB, "namespace": "agents"}}),
+    );
     let mut fleet = fleet;
     fleet.start(json!({}), json!({}));
     let id = fleet.stage.gateway.create(k8s());

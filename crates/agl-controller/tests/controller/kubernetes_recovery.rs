@@ -127,7 +127,8 @@ async fn one_of_two_controllers_leads_and_the_other_takes_over() {
     fleet.cluster.made(JOB).await;
     fleet.cluster.pod_runs(JOB);
 
-    let settings = fleet.settings(json!({"work_dir": fleet.stage.folder.path().join("other")}), json!({"leader_election": true}));
+    let settings =
+        fleet.settings(json!({"work_dir": fleet.stage.folder.path().join("other")}), json!({"leader_election": true}));
     let second = Stage::controller(&fleet.stage, settings);
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!(holder(&fleet.cluster).unwrap(), first, "only one leads");

@@ -286,7 +286,8 @@ mod tests {
     #[test]
     fn any_id_gives_a_name_that_kubernetes_takes_and_that_no_other_attempt_has() {
         let long = "x".repeat(200);
-        let ids = ["a", "a-1", "A", "a_1", "a.1", "ä", "", "-", "a-", &long, &(long.clone() + "y"), "a/../b", "step-3-7"];
+        let ids =
+            ["a", "a-1", "A", "a_1", "a.1", "ä", "", "-", "a-", &long, &(long.clone() + "y"), "a/../b", "step-3-7"];
         let mut names = std::collections::HashSet::new();
         for id in ids {
             for attempt in ["0", "1", "12"] {

@@ -17,6 +17,7 @@ use super::facts::{JobFacts, Over, Patience, PodFacts, Seen};
 use super::job::{job, job_name, secret};
 use super::refusal::Refusal;
 use super::{ATTEMPT_ID, ROLLOUT_ID, Shared};
+use crate::launch::Launch;
 use crate::runner::supervised::{Supervised, tail};
 use crate::runner::{Order, Outcome, Run, Step, fields};
 use crate::supervisor::log::LimitedLog;
@@ -339,11 +340,12 @@ impl KubernetesRun {
             return Phase::Evaluating(found);
         }
         let exit_code = self.record.agent.exit_code();
-        let spec = match self.shared.launch(&self.order, &self.dir).evaluation(&self.shared.config, exit_code) {
-            Ok(Some(spec)) => spec,
-            Ok(None) => return Phase::Over(Some(self.ended())),
-            Err(error) => return Phase::Over(Some(Outcome::Misconfigured(error.to_string()))),
-        };
+        let spec =
+            match Launch::new(&self.order, &self.dir, &self.shared.host).evaluation(&self.shared.config, exit_code) {
+                Ok(Some(spec)) => spec,
+                Ok(None) => return Phase::Over(Some(self.ended())),
+                Err(error) => return Phase::Over(Some(Outcome::Misconfigured(error.to_string()))),
+            };
         // What it marked as given up when it looked for an earlier one is given up no more.
         let started = match dir.begin_anew().and_then(|()| self.dir.create()) {
             Ok(()) => Supervised::start(self.shared.config.supervisor.as_deref(), &dir, &spec, leave).await,
