@@ -27,6 +27,9 @@ pub struct ControllerConfig {
     pub agent_url: Option<String>,
     /// Whether agents get the names that SDKs read by themselves (`OPENAI_BASE_URL`, …) beside the `AGL_*` ones.
     pub sdk_environment: bool,
+    /// How long the folders of rollouts that have ended are kept; for good if absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep_folders_seconds: Option<f64>,
     /// How much is kept of each of an agent's two output streams: its head and its tail.
     pub log_limit_bytes: u64,
     /// How long a process that is to end has between SIGTERM and SIGKILL.
@@ -82,6 +85,7 @@ impl Default for ControllerConfig {
             max_attempts: 3,
             work_dir: PathBuf::from("runs/controller"),
             agent_url: None,
+            keep_folders_seconds: None,
             sdk_environment: true,
             log_limit_bytes: 4 * 1024 * 1024,
             kill_grace_seconds: 5.0,
@@ -136,6 +140,7 @@ impl ControllerConfig {
             ("retry_backoff_seconds", self.retry_backoff_seconds),
             ("retry_backoff_cap_seconds", self.retry_backoff_cap_seconds),
             ("resync_seconds", self.resync_seconds),
+            ("keep_folders_seconds", self.keep_folders_seconds.unwrap_or(0.0)),
         ] {
             if !value.is_finite() || value < 0.0 {
                 return refuse(key, value.to_string(), "it must be a number of seconds, 0 or more");

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use agl_client::{ClientError, GatewayClient};
 use futures_util::StreamExt;
+use tokio::sync::Semaphore;
 
-use crate::attempt::Attempts;
+use crate::attempt::{Attempts, TAKING_UP};
 use crate::config::{ControllerConfig, RunnerKind};
 use crate::error::ControllerError;
 use crate::plan::{Planned, plan};
@@ -58,7 +59,9 @@ impl Controller {
                 "controller started"
             );
             let (config, client) = (self.config.clone(), self.client.clone());
-            match lead(Attempts { config, client, runner, leave }, &mut shutdown).await {
+            let taking_up = Semaphore::new(TAKING_UP);
+            let work_dir = work_dir.clone();
+            match lead(Attempts { config, client, runner, work_dir, leave, taking_up }, &mut shutdown).await {
                 Err(Ended::Deposed) => tracing::warn!("another controller leads now; this one stands by"),
                 Err(Ended::Refused(error)) => return Err(error.into()),
                 Ok(()) => return Ok(()),

@@ -172,6 +172,13 @@ impl Verdict {
         }
     }
 
+    /// Somebody asked for another attempt while it ran.
+    #[must_use]
+    pub fn superseded() -> Self {
+        let message = Some("another attempt was asked for in its place".to_owned());
+        Self { failure: Some(FailureClass::Cancelled), message, exit_code: None, retry: Retry::Never }
+    }
+
     /// Somebody ended the rollout while it ran.
     #[must_use]
     pub fn cancelled() -> Self {

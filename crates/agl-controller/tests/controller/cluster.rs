@@ -27,6 +27,8 @@ pub enum Kubelet {
     Test,
     /// Every pod that has its Secret succeeds after this time.
     Succeeds(Duration),
+    /// The same at once, and after this time the Job's time to live is over.
+    Vanishes(Duration),
 }
 
 #[derive(Default)]
@@ -482,6 +484,14 @@ async fn create(
             shared.change(|inside| inside.pod_status(&name, running()));
             tokio::time::sleep(after).await;
             shared.change(|inside| inside.pod_status(&name, exited(0, "Completed")));
+        });
+    } else if let (Kubelet::Vanishes(after), "secrets") = (kubelet, plural.as_str()) {
+        tokio::spawn(async move {
+            shared.change(|inside| inside.pod_status(&name, running()));
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            shared.change(|inside| inside.pod_status(&name, exited(0, "Completed")));
+            tokio::time::sleep(after).await;
+            shared.change(|inside| inside.delete("jobs", &name, false));
         });
     }
     answer

@@ -12,6 +12,7 @@ mod fleet;
 mod gateway;
 mod kubernetes;
 mod kubernetes_recovery;
+mod rate;
 mod recovery;
 mod scenarios;
 mod stage;

@@ -98,7 +98,7 @@ pub enum RolloutsCommand {
         /// Which.
         id: String,
     },
-    /// Repeat a rollout that has ended, as a new one.
+    /// Make another attempt of a rollout that runs, or repeat one that has ended as a new one; prints its id.
     Retry {
         #[command(flatten)]
         gateway: GatewayArgs,

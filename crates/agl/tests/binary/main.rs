@@ -10,6 +10,7 @@ mod doctor;
 mod https;
 mod keep;
 mod kills;
+mod kubernetes;
 mod logs;
 mod quickstart;
 mod support;
