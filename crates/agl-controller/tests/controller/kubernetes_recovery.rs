@@ -35,6 +35,7 @@ async fn a_controller_that_died_between_job_and_secret_is_completed_by_the_next(
     fleet.cluster.until("the Job is made", |it| it.get("jobs", JOB).is_some()).await;
     fleet.stage.stop().await;
     fleet.cluster.inside(|inside| inside.forget_faults());
+    fleet.stage.gateway.say_calls("0", 0, 0);
     fleet.start(json!({}), json!({}));
     fleet.cluster.made(JOB).await;
     fleet.cluster.pod_exits(JOB, 0, "Completed");

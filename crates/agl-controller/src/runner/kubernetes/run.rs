@@ -89,13 +89,23 @@ impl KubernetesRun {
     /// Makes the Job, then the Secret that it owns: what is made after a crash in between has no key, so that it never
     /// starts. Whatever is there already is taken as it is.
     async fn make(&mut self) -> Result<(), Outcome> {
+        let uid = self.make_job().await?;
+        let made = self.make_secret(&uid).await;
+        if made.is_err() {
+            self.shared.delete(&self.name).await;
+        }
+        made
+    }
+
+    /// Makes the Job and gives its uid.
+    async fn make_job(&mut self) -> Result<String, Outcome> {
         let config = &self.shared.config.kubernetes;
         let manifest = job(&self.order, config, self.shared.config.sdk_environment)
             .map_err(|error| Outcome::Misconfigured(error.to_string()))?;
         let manifest: DynamicObject =
             serde_json::from_value(manifest).map_err(|error| Outcome::Misconfigured(error.to_string()))?;
         let mut retry = Retry::new();
-        let uid = loop {
+        loop {
             match self.shared.dynamic_jobs.create(&PostParams::default(), &manifest).await {
                 Ok(made) => {
                     let uid = made.uid().unwrap_or_default();
@@ -107,18 +117,22 @@ impl KubernetesRun {
                         ended: None,
                     };
                     self.shared.observed.note_created(&self.name, facts);
-                    break uid;
+                    return Ok(uid);
                 }
                 Err(error) => match Refusal::of(&error) {
                     Refusal::Exists => match self.existing().await? {
-                        Some(uid) => break uid,
+                        Some(uid) => return Ok(uid),
                         None => retry.wait("there is an older one of this name", &self.name).await,
                     },
                     other => self.bear(other, "its Job cannot be made", &mut retry).await?,
                 },
             }
-        };
-        let wanted: Secret = serde_json::from_value(secret(&self.order, config, &uid))
+        }
+    }
+
+    async fn make_secret(&self, uid: &str) -> Result<(), Outcome> {
+        let mut retry = Retry::new();
+        let wanted: Secret = serde_json::from_value(secret(&self.order, &self.shared.config.kubernetes, uid))
             .map_err(|error| Outcome::Misconfigured(error.to_string()))?;
         loop {
             let Err(error) = self.shared.secrets.create(&PostParams::default(), &wanted).await else { return Ok(()) };
@@ -373,10 +387,7 @@ impl Run for KubernetesRun {
             match &mut self.phase {
                 Phase::Making => match self.make().await {
                     Ok(()) => self.phase = Phase::Watching,
-                    Err(outcome) => {
-                        self.shared.delete(&self.name).await;
-                        return self.over(outcome);
-                    }
+                    Err(outcome) => return self.over(outcome),
                 },
                 Phase::Watching => return self.watch().await,
                 Phase::AgentEnded => std::future::pending().await,
