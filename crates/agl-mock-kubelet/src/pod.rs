@@ -49,18 +49,19 @@ impl PodLife {
         let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
         // Of an earlier kubelet: what ran there is gone.
         if phase != "Pending" {
-            return self.forget(&name, *end.borrow()).await;
+            let deleted = *end.borrow();
+            return self.forget(&name, deleted).await;
         }
         let Some(container) = pod.spec.as_ref().and_then(|spec| spec.containers.first()).cloned() else { return };
         self.bind(&name).await;
         if container.image.as_deref().is_some_and(|image| image.starts_with("missing")) {
             self.report(&name, waiting(&container.name, "ImagePullBackOff", "there is no such image")).await;
-            let _ = end.wait_for(|end| *end).await;
+            gone(&mut end).await;
             return self.forget(&name, true).await;
         }
         let environment = tokio::select! {
             environment = self.environment(&name, &container) => environment,
-            _ = end.wait_for(|end| *end) => return self.forget(&name, true).await,
+            () = gone(&mut end) => return self.forget(&name, true).await,
         };
         match self.spawn(&name, &container, environment) {
             Ok(child) => {
@@ -80,7 +81,7 @@ impl PodLife {
                 self.report(&name, status("Failed", &container.name, state)).await;
             }
         }
-        let _ = end.wait_for(|end| *end).await;
+        gone(&mut end).await;
         self.forget(&name, true).await;
     }
 
@@ -184,13 +185,18 @@ impl PodLife {
     }
 }
 
+/// Waits until somebody deletes the pod.
+async fn gone(end: &mut watch::Receiver<bool>) {
+    let _ = end.wait_for(|end| *end).await.map(drop);
+}
+
 /// Waits for a process to exit, or ends it with its group. 128 + n stands for signal n.
 async fn wait(mut child: Child, end: &mut watch::Receiver<bool>) -> i32 {
     let group = child.id().and_then(|pid| i32::try_from(pid).ok()).map(Pid::from_raw);
     let signal = |signal| group.map(|group| killpg(group, signal));
     let exited = tokio::select! {
         exited = child.wait() => exited,
-        _ = end.wait_for(|end| *end) => {
+        () = gone(end) => {
             signal(Signal::SIGTERM);
             match tokio::time::timeout(GRACE, child.wait()).await {
                 Ok(exited) => exited,
