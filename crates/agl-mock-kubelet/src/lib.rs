@@ -64,7 +64,7 @@ async fn register(client: &Client, name: &str, port: u16) -> anyhow::Result<()> 
         created => drop(created.context("cannot register a node")?),
     }
     let status = json!({"status": {
-        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}, {"type": "Hostname", "address": name}],
+        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
         "daemonEndpoints": {"kubeletEndpoint": {"Port": port}},
         "conditions": [{"type": "Ready", "status": "True", "reason": "Plays", "message": ""}],
     }});
