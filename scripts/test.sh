@@ -7,7 +7,7 @@ SDK_PACKAGES="openai==3.57.0 anthropic==2.14.0 google-genai==3.6.1 litellm==1.11
 SDK_NODE_PACKAGES="openai@6.49.0 @anthropic-ai/sdk@1.14.0"
 
 run_tests() {
-  need_rust; need_python; need_nextest; need_postgres
+  need_rust; need_python; need_nextest; need_postgres; need_kubernetes
   export AGL_TEST_OPENAI_PYTHON
   AGL_TEST_OPENAI_PYTHON="$PWD/$(python_environment openai $OPENAI_PACKAGES)"
   export AGL_TEST_SDK_PYTHON AGL_TEST_SDK_NODE
