@@ -86,7 +86,7 @@ build_kubernetes() {
 kubernetes_process() {
   local process
   process=$(cat "$2/$1.pid" 2>/dev/null) || return 1
-  tr '\0' '\n' <"/proc/$process/cmdline" 2>/dev/null | grep -qxF -e "$KUBERNETES_CACHE/bin/$(kubernetes_program "$1")" || return 1
+  { tr '\0' '\n' <"/proc/$process/cmdline"; } 2>/dev/null | grep -qxF -e "$KUBERNETES_CACHE/bin/$(kubernetes_program "$1")" || return 1
   printf '%s' "$process"
 }
 
@@ -120,6 +120,8 @@ start_kubernetes_part() {
   # A session of its own: Ctrl-C is for the tests, and who starts it may end.
   setsid "$KUBERNETES_CACHE/bin/$program" "${flags[@]}" </dev/null >>"$folder/$part.log" 2>&1 9>&- &
   printf '%s\n' "$!" >"$folder/$part.pid"
+  # The shell need not tell of its end.
+  disown
   case "$part" in
     etcd) kubernetes_answers "http://127.0.0.1:$etcd/health" ;;
     apiserver) kubernetes_answers "https://127.0.0.1:$api/readyz" ;;
