@@ -142,6 +142,19 @@ class TheChart(unittest.TestCase):
         kinds = {each["kind"] for each in chart_objects({"networkPolicy": {"enabled": False}})}
         self.assertNotIn("NetworkPolicy", kinds)
 
+    def test_what_is_there_already_is_used_and_not_made(self):
+        objects = chart_objects({
+            "serverKey": {"existingSecret": "my-key"},
+            "gateway": {"persistence": {"existingClaim": "my-disk"}},
+            "rollouts": {"createNamespace": False},
+        })
+        made = {each["kind"] for each in objects}
+        self.assertFalse(made & {"Secret", "PersistentVolumeClaim", "Namespace"}, made)
+        for deployment in (each for each in objects if each["kind"] == "Deployment"):
+            pod = json.dumps(deployment["spec"]["template"]["spec"])
+            self.assertIn('"my-key"', pod)
+            self.assertEqual('"my-disk"' in pod, deployment["metadata"]["name"] == "agl-gateway")
+
     def test_a_release_of_another_name_keeps_its_objects_apart(self):
         with helm.Chart.load(CHART) as chart:
             rendered = chart.render({"rollouts": {"createNamespace": False}}, name="second", namespace="b")
@@ -176,42 +189,61 @@ class TheChart(unittest.TestCase):
                 self.assertTrue(container["securityContext"]["readOnlyRootFilesystem"])
 
 
+class Component:
+    """A component of the manifests as a process of this machine, with the command line and the environment of its Deployment. `places` says what
+    stands here for what stands there."""
+
+    def __init__(self, name, folder, places, environment=(), arguments=()):
+        wanted = f"agl-{name}"
+        deployment = next(each for each in agl_manifests(*arguments) if each["kind"] == "Deployment" and each["metadata"]["name"] == wanted)
+        (self.container,) = deployment["spec"]["template"]["spec"]["containers"]
+        command = self.container["args"]
+        for there, here in places.items():
+            command = [argument.replace(there, here) for argument in command]
+        given = {each["name"]: each.get("value", "secret") for each in self.container["env"]}
+        self.log = Path(folder, f"{name}.log")
+        with self.log.open("w") as stderr:
+            self.process = subprocess.Popen([AGL, *command], env={**os.environ, **given, **dict(environment)}, stderr=stderr)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(60)
+        if status:
+            raise AssertionError(f"it ended with {status}: {self.log.read_text()}")
+
+    def wait_for(self, what):
+        """Until `what()` is something, as long as the process runs."""
+        while self.process.poll() is None:
+            if found := what():
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"it ended by itself: {self.log.read_text()}")
+
+
+def gateway(folder):
+    """A gateway as its Deployment says, and its address."""
+    Path(folder, "run.toml").write_text(RUN_FILE)
+    gateway = Component("gateway", folder, {"/etc/agl": folder, "/data": f"{folder}/data", "0.0.0.0:8080": "127.0.0.1:0"})
+    lines = gateway.wait_for(lambda: [line for line in gateway.log.read_text().splitlines() if line.startswith("gateway on ")])
+    return gateway, lines[0].split()[2].rstrip(",")
+
+
 class TheGateway(unittest.TestCase):
     def test_starts_and_ends_as_its_deployment_says(self):
-        deployment = next(each for each in agl_manifests() if identity(each) == "Deployment agl/agl-gateway")
-        (container,) = deployment["spec"]["template"]["spec"]["containers"]
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "run.toml").write_text(RUN_FILE)
-            places = {"/etc/agl": folder, "/data": f"{folder}/data", "0.0.0.0:8080": "127.0.0.1:0"}
-            arguments = container["args"]
-            for there, here in places.items():
-                arguments = [argument.replace(there, here) for argument in arguments]
-            environment = {each["name"]: each.get("value", "secret") for each in container["env"]}
-            # The log is not read: it must not fill a pipe.
-            log = Path(folder, "log")
-            with log.open("w") as stderr:
-                gateway = subprocess.Popen([AGL, *arguments], env={**os.environ, **environment}, stderr=stderr)
-            try:
-                address = self.first_address(log, gateway)
+            process, address = gateway(folder)
+            with process:
                 for probe in ["startupProbe", "readinessProbe", "livenessProbe"]:
-                    with urllib.request.urlopen(address + container[probe]["httpGet"]["path"], timeout=30) as answer:
+                    with urllib.request.urlopen(address + process.container[probe]["httpGet"]["path"], timeout=30) as answer:
                         self.assertEqual(answer.status, 200)
                 with self.assertRaises(urllib.error.HTTPError) as refused:
                     urllib.request.urlopen(address + "/proxy/state", timeout=30)
                 refused.exception.close()
                 self.assertEqual(refused.exception.code, 401)
                 self.assertTrue(Path(folder, "data/gateway.db").exists())
-            finally:
-                gateway.send_signal(signal.SIGTERM)
-                self.assertEqual(gateway.wait(60), 0)
-
-    def first_address(self, log, gateway):
-        while gateway.poll() is None:
-            text = log.read_text()
-            if "gateway on http://" in text:
-                return text.split("gateway on ")[1].split(",")[0]
-            time.sleep(0.05)
-        self.fail(log.read_text())
 
 
 class Api:
