@@ -64,6 +64,8 @@ enum Command {
     /// Serve a model directory, or change what the gateway knows of model servers.
     #[command(subcommand)]
     Models(commands::models::ModelsCommand),
+    /// Kubernetes manifests of gateway and controller, NetworkPolicies included.
+    Manifests(commands::manifests::ManifestsArgs),
     /// Runs one attempt; the controller starts it.
     #[command(hide = true)]
     Supervise(commands::supervise::SuperviseArgs),
@@ -153,6 +155,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Init(args) => commands::init::init(&args),
             Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
             Command::Models(command) => commands::models::models(command).await,
+            Command::Manifests(args) => commands::manifests::manifests(&args),
             Command::Supervise(_) => Ok(()),
         }
     });
