@@ -17,6 +17,7 @@ use crate::supervised::{Step, Supervised, tail};
 use crate::supervisor::record::Answer;
 use crate::verdict::{Calls, NO_CALL, Retry, Stopper, Verdict};
 use crate::work_dir::{AttemptDir, WorkDir};
+use crate::zygote::Zygote;
 
 /// Beyond its grace a supervisor gets this long before it is killed itself.
 const SUPERVISOR_GRACE: Duration = Duration::from_secs(10);
@@ -66,6 +67,8 @@ pub(crate) struct Runner {
     pub(crate) cwd: PathBuf,
     /// Agents go on when the controller ends. Read where a supervisor is let go.
     pub(crate) leave: Arc<AtomicBool>,
+    /// For warm starts.
+    pub(crate) zygote: Option<Zygote>,
 }
 
 impl Due {
@@ -239,7 +242,10 @@ impl Runner {
         };
         let spec = launch.spec(&self.config).map_err(|error| Verdict::misconfigured(error.to_string()))?;
         let started = match self.work_dir.mark(&rollout.rollout_id, &grant.detail.attempt.attempt_id) {
-            Ok(()) => Supervised::start(self.config.supervisor.as_deref(), dir, &spec, self.leave.clone()).await,
+            Ok(()) => {
+                let (program, zygote) = (self.config.supervisor.as_deref(), self.zygote.as_ref());
+                Supervised::start(program, dir, &spec, self.leave.clone(), zygote).await
+            }
             Err(error) => Err(error),
         };
         started.map_err(|error| {

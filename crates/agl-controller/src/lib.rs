@@ -12,6 +12,7 @@
 //! * [`verdict`] — whose failure it was, and what follows. Pure.
 //! * [`supervised`] — the controller's end of a supervisor, its own or one that it found.
 //! * [`supervisor`] — the supervisor process.
+//! * [`zygote`] — warm starts: a Python that has imported already is forked for every attempt.
 //! * [`work_dir`] — where everything lies on disk.
 //! * [`process_id`] — a process that cannot be mistaken for a later one of the same number.
 
@@ -25,6 +26,7 @@ pub mod supervised;
 pub mod supervisor;
 pub mod verdict;
 pub mod work_dir;
+pub mod zygote;
 
 pub use config::{ControllerConfig, OnShutdown};
 pub use error::ControllerError;

@@ -17,6 +17,7 @@ use crate::config::{ControllerConfig, OnShutdown};
 use crate::error::ControllerError;
 use crate::launch::is_ours;
 use crate::work_dir::WorkDir;
+use crate::zygote::Zygote;
 
 /// The controller waits for its gateway as long as it takes: agents go on meanwhile under their supervisors.
 const PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -52,6 +53,8 @@ impl Controller {
             max_concurrent = self.config.max_concurrent, "controller started"
         );
         let mut changes = self.client.watch(None);
+        let python = &self.config.python;
+        let zygote = self.config.zygote.as_ref().and_then(|zygote| Zygote::start(zygote, python, &cwd));
         let mut board = Board::new(Runner {
             config: self.config,
             client: self.client,
@@ -59,6 +62,7 @@ impl Controller {
             host,
             cwd,
             leave: Arc::new(AtomicBool::new(false)),
+            zygote,
         });
         board.reclaim_strays();
         tokio::pin!(shutdown);
@@ -248,6 +252,9 @@ impl Board {
     async fn shut_down(mut self) {
         let leave = self.runner.config.on_shutdown == OnShutdown::Leave;
         self.runner.leave.store(leave, Ordering::Release);
+        if let Some(zygote) = &self.runner.zygote {
+            zygote.end();
+        }
         self.due.clear();
         if leave {
             tracing::info!(running = self.tasks.len(), "controller ends; its agents go on under their supervisors");

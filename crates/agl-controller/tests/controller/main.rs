@@ -11,3 +11,4 @@ mod gateway;
 mod recovery;
 mod scenarios;
 mod stage;
+mod zygote;
