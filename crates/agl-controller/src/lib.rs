@@ -16,6 +16,7 @@
 //! * [`launch`] — a rollout's configuration as commands and environments. Pure.
 //! * [`verdict`] — whose failure it was, and what follows. Pure.
 //! * [`supervisor`] — the supervisor process.
+//! * [`zygote`] — warm starts: a Python that has imported already is forked for every attempt.
 //! * [`work_dir`] — where everything lies on disk.
 //! * [`process_id`] — a process that cannot be mistaken for a later one of the same number.
 
@@ -33,6 +34,7 @@ pub mod runner;
 pub mod supervisor;
 pub mod verdict;
 pub mod work_dir;
+pub mod zygote;
 
 pub use config::{ControllerConfig, OnShutdown, RunnerKind};
 pub use controller::Controller;

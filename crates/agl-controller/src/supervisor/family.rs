@@ -14,6 +14,7 @@ use tokio::task::JoinHandle;
 
 use super::log::{LimitedLog, keep};
 use super::record::{Command, NotStarted};
+use super::warm::{self, Forked, WarmAgent};
 use crate::process_id::descendants;
 
 /// How often a dying family is looked at.
@@ -23,12 +24,52 @@ const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
 /// A running process with its logs. It leads a process group of its own.
 pub struct Family {
-    child: Child,
+    leader: Leader,
     group: Pid,
     logs: Vec<JoinHandle<io::Result<()>>>,
 }
 
+/// The process itself: one that we started, or one that was forked for us.
+enum Leader {
+    Started(Child),
+    Forked(Forked),
+}
+
+impl Leader {
+    async fn wait(&mut self) -> io::Result<ExitStatus> {
+        match self {
+            Self::Started(child) => child.wait().await,
+            Self::Forked(child) => child.wait().await,
+        }
+    }
+
+    fn try_wait(&mut self) -> io::Result<Option<ExitStatus>> {
+        match self {
+            Self::Started(child) => child.try_wait(),
+            Self::Forked(child) => child.try_wait(),
+        }
+    }
+}
+
 impl Family {
+    /// Has a process that was forked for us run the command, as [`Family::start`] would.
+    ///
+    /// # Errors
+    /// Why it cannot; nothing of the command has been run.
+    pub async fn begin(
+        agent: WarmAgent,
+        command: &Command,
+        stdout: &Path,
+        stderr: &Path,
+        limit: u64,
+    ) -> io::Result<Self> {
+        let logs = (LimitedLog::create(stdout, limit)?, LimitedLog::create(stderr, limit)?);
+        let (leader, stdout, stderr) = agent.begin(command).await?;
+        let group = Pid::from_raw(leader.pid());
+        let keepers = vec![tokio::spawn(keep(stdout, logs.0)), tokio::spawn(keep(stderr, logs.1))];
+        Ok(Self { leader: Leader::Forked(leader), group, logs: keepers })
+    }
+
     /// Starts a process whose output goes to the two logs.
     ///
     /// # Errors
@@ -48,6 +89,7 @@ impl Family {
             })?;
         let mut child = tokio::process::Command::new(program)
             .args(command.argv.iter().skip(1))
+            .env_remove(warm::VARIABLE)
             .envs(&command.env)
             .current_dir(&command.cwd)
             .stdin(Stdio::null())
@@ -64,7 +106,7 @@ impl Family {
             keepers.push(tokio::spawn(keep(stream, logs.1)));
         }
         let group = child.id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or_default();
-        Ok(Self { child, group: Pid::from_raw(group), logs: keepers })
+        Ok(Self { leader: Leader::Started(child), group: Pid::from_raw(group), logs: keepers })
     }
 
     /// The number of the process, which is that of its group.
@@ -74,7 +116,7 @@ impl Family {
 
     /// Waits for the process itself; what it left behind may still run.
     pub async fn wait(&mut self) -> io::Result<ExitStatus> {
-        self.child.wait().await
+        self.leader.wait().await
     }
 
     /// Ends what still runs of the family: asks, waits up to `grace`, kills. Then closes the logs.
@@ -82,8 +124,8 @@ impl Family {
         let began = Instant::now();
         let mut asked = false;
         loop {
-            // Until tokio has reaped the process itself it is ours alone to wait for.
-            let status = self.child.try_wait()?;
+            // Until the process itself has been waited for, nothing else may be.
+            let status = self.leader.try_wait()?;
             if status.is_some() {
                 reap_orphans();
             }
@@ -99,7 +141,7 @@ impl Family {
             }
             tokio::time::sleep(LOOK).await;
         }
-        let status = self.child.try_wait()?;
+        let status = self.leader.try_wait()?;
         for log in self.logs {
             match tokio::time::timeout(LAST_OUTPUT, log).await {
                 Ok(Ok(outcome)) => {

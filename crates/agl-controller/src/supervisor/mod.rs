@@ -8,11 +8,13 @@
 //!
 //! * [`record`] — what is said between controller and supervisor.
 //! * [`family`] — a process and everything that came from it.
+//! * [`warm`] — an agent that a zygote forked, which waits for its command.
 //! * [`log`] — an output stream kept up to a limit.
 
 pub mod family;
 pub mod log;
 pub mod record;
+pub mod warm;
 
 use std::io;
 use std::os::fd::AsFd;
@@ -26,7 +28,8 @@ use tokio::net::unix::pipe;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use self::family::Family;
-use self::record::{Answer, Command, End, Event, ExitRecord, Spec};
+use self::record::{Answer, Command, End, Event, ExitRecord, NotStarted, Spec};
+use self::warm::WarmAgent;
 use crate::process_id::ProcessId;
 use crate::work_dir::{AttemptDir, write_record};
 
@@ -43,12 +46,16 @@ pub fn main(dir: &Path) -> ExitCode {
     match supervised {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Standard error is `supervisor.log`.
-            use std::io::Write;
-            let _ = writeln!(io::stderr(), "agl supervisor of {}: {error}", dir.path().display());
+            complain(&dir, &error.to_string());
             ExitCode::FAILURE
         }
     }
+}
+
+fn complain(dir: &AttemptDir, message: &str) {
+    // Standard error is `supervisor.log`.
+    use std::io::Write;
+    let _ = writeln!(io::stderr(), "agl supervisor of {}: {message}", dir.path().display());
 }
 
 fn prepare_process() -> io::Result<()> {
@@ -115,7 +122,7 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
     let limit = spec.log_limit_bytes;
 
     let started = Instant::now();
-    let agent = match Family::start(&spec.agent, &dir.stdout(), &dir.stderr(), limit) {
+    let agent = match start_agent(&spec.agent, dir, limit).await {
         Ok(family) => {
             write_record(&dir.agent(), &ProcessId::of(family.pid()))?;
             controller.tell(&Event::Started { pid: family.pid() }).await;
@@ -134,6 +141,22 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
         }
     }
     write_record(&dir.exit(), &record)
+}
+
+/// Warm where an agent waits for its command, else cold.
+async fn start_agent(command: &Command, dir: &AttemptDir, limit: u64) -> Result<Family, NotStarted> {
+    let (stdout, stderr) = (dir.stdout(), dir.stderr());
+    let warm = match WarmAgent::inherited() {
+        Ok(Some(agent)) => Some(Family::begin(agent, command, &stdout, &stderr, limit).await),
+        Ok(None) => None,
+        Err(error) => Some(Err(error)),
+    };
+    match warm {
+        Some(Ok(family)) => return Ok(family),
+        Some(Err(error)) => complain(dir, &format!("the agent is started cold: {error}")),
+        None => {}
+    }
+    Family::start(command, &stdout, &stderr, limit)
 }
 
 /// The evaluator's command, with what is known only now.

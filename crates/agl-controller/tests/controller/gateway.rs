@@ -155,6 +155,11 @@ impl FakeGateway {
         inside.rollouts.iter().find(|rollout| rollout.rollout_id == id).unwrap().clone()
     }
 
+    /// How many there are.
+    pub fn rollouts(&self) -> usize {
+        self.shared.inside.lock().unwrap().rollouts.len()
+    }
+
     pub fn attempts(&self, id: &str) -> Vec<Attempt> {
         let inside = self.shared.inside.lock().unwrap();
         inside.attempts.values().filter(|attempt| attempt.rollout_id == id).cloned().collect()

@@ -16,3 +16,4 @@ mod rate;
 mod recovery;
 mod scenarios;
 mod stage;
+mod zygote;

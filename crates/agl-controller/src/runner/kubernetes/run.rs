@@ -362,7 +362,7 @@ impl KubernetesRun {
             };
         // What it marked as given up when it looked for an earlier one is given up no more.
         let started = match dir.begin_anew().and_then(|()| self.dir.create()) {
-            Ok(()) => Supervised::start(self.shared.config.supervisor.as_deref(), &dir, &spec, leave).await,
+            Ok(()) => Supervised::start(self.shared.config.supervisor.as_deref(), &dir, &spec, leave, None).await,
             Err(error) => Err(error),
         };
         match started {
