@@ -83,7 +83,7 @@ impl Runner for ProcessRunner {
         });
     }
 
-    async fn resign(&self) {
+    fn wind_down(&self) {
         if let Some(zygote) = self.zygote() {
             zygote.end();
         }
