@@ -1,13 +1,13 @@
 //! How long a rollout waits for its process: from before the request that creates it to the first thing the agent does.
 //!
 //! `cargo run --release -p agl-controller --example spawn_latency` prints median, 95th percentile and maximum of rollouts
-//! created one by one, and the rate of a burst. The gateway runs in this process on a SQLite store, as `agl up` does it.
+//! created one by one, and the rate of a burst; with the argument `isolated`, of isolated agents. The gateway runs in this process on a SQLite store, as `agl up` does it.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use agl_client::GatewayClient;
-use agl_controller::{Controller, ControllerConfig, supervisor};
+use agl_controller::{Controller, ControllerConfig, Isolation, supervisor};
 use agl_core::rollout::RolloutCreate;
 use agl_gateway::{Gateway, GatewayConfig};
 use anyhow::Context;
@@ -20,22 +20,32 @@ const BURST: usize = 200;
 fn main() -> anyhow::Result<()> {
     // The controller starts this program again as the supervisor.
     let mut arguments = std::env::args().skip(1);
-    if let (Some("supervise"), Some(dir)) = (arguments.next().as_deref(), arguments.next()) {
-        let _ = supervisor::main(Path::new(&dir));
-        return Ok(());
+    let (command, argument) = (arguments.next(), arguments.next());
+    match (command.as_deref(), argument) {
+        (Some("supervise"), Some(dir)) => {
+            let _ = supervisor::main(Path::new(&dir));
+            Ok(())
+        }
+        (Some("isolate"), Some(part)) => {
+            let _ = supervisor::isolation::main(&part);
+            Ok(())
+        }
+        (word, _) => {
+            let isolation = (word == Some("isolated")).then(Isolation::default);
+            tokio::runtime::Runtime::new()?.block_on(measure(isolation))
+        }
     }
-    tokio::runtime::Runtime::new()?.block_on(measure())
 }
 
-async fn measure() -> anyhow::Result<()> {
+async fn measure(isolation: Option<Isolation>) -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let store = format!("sqlite:{}", folder.path().join("agl.db").display());
     let config: GatewayConfig = serde_json::from_value(json!({"listen": "127.0.0.1:0", "key": "k", "store": store}))?;
     let gateway = Gateway::bind(config).await?;
     let client = GatewayClient::new(&format!("http://{}", gateway.addr()), "k")?;
     let served = tokio::spawn(gateway.serve(std::future::pending()));
-    let config =
-        ControllerConfig { max_concurrent: 8, work_dir: folder.path().join("work"), ..ControllerConfig::default() };
+    let work_dir = folder.path().join("work");
+    let config = ControllerConfig { max_concurrent: 8, work_dir, isolation, ..ControllerConfig::default() };
     let controlled = tokio::spawn(Controller::new(config, client.clone()).run(std::future::pending()));
 
     // `date` is a program of its own: its start is part of what is measured.

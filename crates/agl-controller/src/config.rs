@@ -7,6 +7,7 @@ use agl_core::rollout::EvaluatorConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::error::ControllerError;
+use crate::isolation::Isolation;
 
 /// How a controller runs rollouts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -40,6 +41,8 @@ pub struct ControllerConfig {
     pub take_over: bool,
     /// The program with the `supervise` subcommand. Default: this very program.
     pub supervisor: Option<PathBuf>,
+    /// What stands between agents and this machine. Default: nothing.
+    pub isolation: Option<Isolation>,
 }
 
 /// What becomes of running attempts when the controller is told to end.
@@ -72,6 +75,7 @@ impl Default for ControllerConfig {
             on_shutdown: OnShutdown::default(),
             take_over: false,
             supervisor: None,
+            isolation: None,
         }
     }
 }

@@ -9,6 +9,7 @@
 //! * [`reconcile`] — the loop: what changed, what is due, who has ended.
 //! * [`attempt`] — the life of one attempt, from its keys to its verdict.
 //! * [`launch`] — a rollout's configuration as commands and environments. Pure.
+//! * [`isolation`] — what stands between an agent and the machine, as it is configured. Pure.
 //! * [`verdict`] — whose failure it was, and what follows. Pure.
 //! * [`supervised`] — the controller's end of a supervisor, its own or one that it found.
 //! * [`supervisor`] — the supervisor process.
@@ -18,6 +19,7 @@
 pub mod attempt;
 pub mod config;
 pub mod error;
+pub mod isolation;
 pub mod launch;
 pub mod process_id;
 pub mod reconcile;
@@ -28,4 +30,5 @@ pub mod work_dir;
 
 pub use config::{ControllerConfig, OnShutdown};
 pub use error::ControllerError;
+pub use isolation::Isolation;
 pub use reconcile::Controller;

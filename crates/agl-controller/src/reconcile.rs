@@ -43,6 +43,9 @@ impl Controller {
     /// [`ControllerError`] where it cannot begin, or the gateway refuses it.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), ControllerError> {
         self.config.check()?;
+        if let Some(isolation) = &self.config.isolation {
+            isolation.check(self.config.agent_url.as_deref().unwrap_or(self.client.base_url()))?;
+        }
         let work_dir = WorkDir::open(&self.config.work_dir)?;
         let fault = |source| ControllerError::WorkDir { path: ".".into(), source };
         let cwd = std::env::current_dir().map_err(fault)?;

@@ -1,11 +1,12 @@
 //! The controller's end of a supervisor: one that it started, or one that an earlier controller left.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::Stdio;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -149,6 +150,7 @@ impl Supervised {
             match serde_json::from_str(&line) {
                 Ok(Event::Started { pid }) => return Step::Started { pid },
                 Ok(Event::AgentEnded { end }) => return Step::AgentEnded(end),
+                Ok(Event::Note { message }) => note_once(message),
                 Ok(Event::Failed { message }) => self.complaint = Some(message),
                 Err(error) => {
                     tracing::warn!(dir = %self.dir.path().display(), %line, %error, "a supervisor said what we do not know")
@@ -228,6 +230,16 @@ impl Drop for Supervised {
         if !self.leave.load(Ordering::Acquire) {
             self.terminate();
         }
+    }
+}
+
+/// What a machine does not have it does not have for any attempt: each such thing is said once.
+fn note_once(message: String) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if !said.contains(&message) {
+        tracing::warn!("{message}");
+        said.insert(message);
     }
 }
 

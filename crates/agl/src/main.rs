@@ -67,6 +67,9 @@ enum Command {
     /// Runs one attempt; the controller starts it.
     #[command(hide = true)]
     Supervise(commands::supervise::SuperviseArgs),
+    /// Puts walls around one attempt's agent; the supervisor starts it.
+    #[command(hide = true)]
+    Isolate(commands::isolate::IsolateArgs),
 }
 
 impl Command {
@@ -118,6 +121,10 @@ fn main() -> ExitCode {
     if let Command::Supervise(args) = &cli.command {
         return commands::supervise::supervise(args);
     }
+    // Namespaces are made by a process with a single thread.
+    if let Command::Isolate(args) = &cli.command {
+        return commands::isolate::isolate(args);
+    }
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -153,7 +160,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Init(args) => commands::init::init(&args),
             Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
             Command::Models(command) => commands::models::models(command).await,
-            Command::Supervise(_) => Ok(()),
+            Command::Supervise(_) | Command::Isolate(_) => Ok(()),
         }
     });
     if let Some(traces) = traces {

@@ -8,9 +8,11 @@
 //!
 //! * [`record`] — what is said between controller and supervisor.
 //! * [`family`] — a process and everything that came from it.
+//! * [`isolation`] — walls around the agent.
 //! * [`log`] — an output stream kept up to a limit.
 
 pub mod family;
+pub mod isolation;
 pub mod log;
 pub mod record;
 
@@ -26,7 +28,8 @@ use tokio::net::unix::pipe;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use self::family::Family;
-use self::record::{Answer, Command, End, Event, ExitRecord, Spec};
+use self::isolation::Walls;
+use self::record::{Answer, Command, End, Event, ExitRecord, NotStarted, Spec};
 use crate::process_id::ProcessId;
 use crate::work_dir::{AttemptDir, write_record};
 
@@ -115,11 +118,18 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
     let limit = spec.log_limit_bytes;
 
     let started = Instant::now();
-    let agent = match Family::start(&spec.agent, &dir.stdout(), &dir.stderr(), limit) {
-        Ok(family) => {
+    let agent = match start(&spec, dir).await {
+        Ok((family, walls)) => {
             write_record(&dir.agent(), &ProcessId::of(family.pid()))?;
             controller.tell(&Event::Started { pid: family.pid() }).await;
-            run(family, &spec.agent, grace, &mut stop, started).await?
+            for message in walls.iter().flat_map(|walls| walls.notes.clone()) {
+                controller.tell(&Event::Note { message }).await;
+            }
+            let mut end = run(family, &spec.agent, grace, &mut stop, started).await?;
+            if let Some(walls) = walls {
+                walls.take_down(&mut end).await;
+            }
+            end
         }
         Err(reason) => End { not_started: Some(reason), ..End::default() },
     };
@@ -134,6 +144,17 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
         }
     }
     write_record(&dir.exit(), &record)
+}
+
+async fn start(spec: &Spec, dir: &AttemptDir) -> Result<(Family, Option<Walls>), NotStarted> {
+    let limit = spec.log_limit_bytes;
+    match &spec.isolation {
+        Some(enclosure) => {
+            let (family, walls) = isolation::start(&spec.agent, enclosure, dir, limit).await?;
+            Ok((family, Some(walls)))
+        }
+        None => Ok((Family::start(&spec.agent, &dir.stdout(), &dir.stderr(), limit)?, None)),
+    }
 }
 
 /// The evaluator's command, with what is known only now.

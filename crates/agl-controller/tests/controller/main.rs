@@ -8,6 +8,7 @@
 mod agents;
 mod end_to_end;
 mod gateway;
+mod isolation;
 mod recovery;
 mod scenarios;
 mod stage;
