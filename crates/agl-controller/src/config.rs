@@ -7,6 +7,7 @@ use agl_core::rollout::EvaluatorConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::error::ControllerError;
+use crate::isolation::{Isolation, Mode};
 use crate::runner::kubernetes::KubernetesConfig;
 
 /// How a controller runs rollouts.
@@ -52,6 +53,8 @@ pub struct ControllerConfig {
     pub kubernetes: KubernetesConfig,
     /// The program with the `supervise` subcommand. Default: this very program.
     pub supervisor: Option<PathBuf>,
+    /// What stands between agents and this machine. Default: nothing.
+    pub isolation: Option<Isolation>,
     /// Warm starts of Python agents. Default: none, every agent is a fresh interpreter.
     pub zygote: Option<ZygoteConfig>,
 }
@@ -122,6 +125,7 @@ impl Default for ControllerConfig {
             kubernetes: KubernetesConfig::default(),
             supervisor: None,
             zygote: None,
+            isolation: None,
         }
     }
 }
@@ -169,6 +173,15 @@ impl ControllerConfig {
             if !value.is_finite() || value < 0.0 {
                 return refuse(key, value.to_string(), "it must be a number of seconds, 0 or more");
             }
+        }
+        let isolated = self.isolation.as_ref().is_some_and(|isolation| isolation.mode != Mode::None);
+        if isolated && self.zygote.is_some() {
+            let reason = "a forked agent cannot be put behind walls: remove controller.zygote or controller.isolation";
+            return refuse("zygote", "{…}".to_owned(), reason);
+        }
+        if self.runner != RunnerKind::Process && (isolated || self.zygote.is_some()) {
+            let key = if isolated { "isolation" } else { "zygote" };
+            return refuse(key, "{…}".to_owned(), "it is for runner = \"process\"");
         }
         if let Some(zygote) = &self.zygote {
             // They become fields between zero bytes, and an import of nothing is a mistake.
@@ -222,6 +235,17 @@ mod tests {
         assert!(config.check().unwrap_err().to_string().contains("zygote.imports"));
         let config = parse(r#"{"zygote": {"imports": [], "ready_seconds": 0}}"#).unwrap();
         assert!(config.check().unwrap_err().to_string().contains("zygote.ready_seconds"));
+    }
+
+    #[test]
+    fn walls_and_warm_starts_exclude_each_other_and_are_for_processes() {
+        let check =
+            |text: &str| serde_json::from_str::<ControllerConfig>(text).unwrap().check().map_err(|it| it.to_string());
+        let both = check(r#"{"zygote": {"imports": []}, "isolation": {}}"#).unwrap_err();
+        assert!(both.contains("controller.zygote") && both.contains("controller.isolation"), "{both}");
+        assert!(check(r#"{"zygote": {"imports": []}, "isolation": {"mode": "none"}}"#).is_ok());
+        let elsewhere = check(r#"{"runner": "kubernetes", "isolation": {}}"#).unwrap_err();
+        assert!(elsewhere.contains("isolation") && elsewhere.contains("process"), "{elsewhere}");
     }
 
     #[test]

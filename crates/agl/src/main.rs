@@ -69,6 +69,9 @@ enum Command {
     /// Runs one attempt; the controller starts it.
     #[command(hide = true)]
     Supervise(commands::supervise::SuperviseArgs),
+    /// Puts walls around one attempt's agent; the supervisor starts it.
+    #[command(hide = true)]
+    Isolate(commands::isolate::IsolateArgs),
 }
 
 impl Command {
@@ -120,6 +123,10 @@ fn main() -> ExitCode {
     if let Command::Supervise(args) = &cli.command {
         return commands::supervise::supervise(args);
     }
+    // Namespaces are made by a process with a single thread.
+    if let Command::Isolate(args) = &cli.command {
+        return commands::isolate::isolate(args);
+    }
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -156,7 +163,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
             Command::Models(command) => commands::models::models(command).await,
             Command::Manifests(args) => commands::manifests::manifests(&args),
-            Command::Supervise(_) => Ok(()),
+            Command::Supervise(_) | Command::Isolate(_) => Ok(()),
         }
     });
     if let Some(traces) = traces {

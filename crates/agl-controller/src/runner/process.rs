@@ -166,7 +166,7 @@ impl Run for ProcessRun {
                 Step::Started { about }
             }
             Some(Event::AgentEnded { end }) => Step::AgentEnded(end),
-            Some(Event::Failed { .. }) | None => Step::Exited,
+            Some(Event::Note { .. } | Event::Failed { .. }) | None => Step::Exited,
         }
     }
 

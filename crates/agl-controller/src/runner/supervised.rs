@@ -1,9 +1,11 @@
 //! The controller's end of a supervisor: one that it started, or one that an earlier controller left.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -154,6 +156,7 @@ impl Supervised {
         let link = self.link.as_mut()?;
         while let Ok(Some(line)) = link.lines.next_line().await {
             match serde_json::from_str(&line) {
+                Ok(Event::Note { message }) => note_once(message),
                 Ok(Event::Failed { message }) => self.complaint = Some(message),
                 Ok(event) => return Some(event),
                 Err(error) => {
@@ -243,6 +246,16 @@ impl Drop for Supervised {
         if !self.leave.is_set() {
             self.terminate();
         }
+    }
+}
+
+/// What a machine does not have it does not have for any attempt: each such thing is said once.
+fn note_once(message: String) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if !said.contains(&message) {
+        tracing::warn!("{message}");
+        said.insert(message);
     }
 }
 

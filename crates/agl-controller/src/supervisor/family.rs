@@ -12,6 +12,7 @@ use nix::unistd::Pid;
 use tokio::process::Child;
 use tokio::task::JoinHandle;
 
+use super::isolation::Ear;
 use super::log::{LimitedLog, keep};
 use super::record::{Command, NotStarted};
 use super::warm::{self, Forked, WarmAgent};
@@ -27,6 +28,8 @@ pub struct Family {
     leader: Leader,
     group: Pid,
     logs: Vec<JoinHandle<io::Result<()>>>,
+    /// Where the child is the stage of an isolated agent: what is heard of the agent itself.
+    inside: Option<Ear>,
 }
 
 /// The process itself: one that we started, or one that was forked for us.
@@ -67,7 +70,7 @@ impl Family {
         let (leader, stdout, stderr) = agent.begin(command).await?;
         let group = Pid::from_raw(leader.pid());
         let keepers = vec![tokio::spawn(keep(stdout, logs.0)), tokio::spawn(keep(stderr, logs.1))];
-        Ok(Self { leader: Leader::Forked(leader), group, logs: keepers })
+        Ok(Self { leader: Leader::Forked(leader), group, logs: keepers, inside: None })
     }
 
     /// Starts a process whose output goes to the two logs.
@@ -81,23 +84,32 @@ impl Family {
             let message = format!("cannot start {program:?}: its working directory {folder} does not exist");
             return Err(NotStarted { message, permanent: true });
         }
+        let mut process = tokio::process::Command::new(program);
+        process.args(command.argv.iter().skip(1)).env_remove(warm::VARIABLE).envs(&command.env);
+        process.current_dir(&command.cwd).stdin(Stdio::null());
+        Self::spawn(process, program, stdout, stderr, limit)
+    }
+
+    /// Starts `process`, called `name` where it does not start, whose output goes to the two logs.
+    pub(super) fn spawn(
+        mut process: tokio::process::Command,
+        name: &str,
+        stdout: &Path,
+        stderr: &Path,
+        limit: u64,
+    ) -> Result<Self, NotStarted> {
         let logs = LimitedLog::create(stdout, limit)
             .and_then(|stdout| Ok((stdout, LimitedLog::create(stderr, limit)?)))
             .map_err(|error| {
                 let message = format!("cannot write logs beside {}: {error}", stdout.display());
                 NotStarted { message, permanent: false }
             })?;
-        let mut child = tokio::process::Command::new(program)
-            .args(command.argv.iter().skip(1))
-            .env_remove(warm::VARIABLE)
-            .envs(&command.env)
-            .current_dir(&command.cwd)
-            .stdin(Stdio::null())
+        let mut child = process
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0)
             .spawn()
-            .map_err(|error| not_started(program, &error))?;
+            .map_err(|error| not_started(name, &error))?;
         let mut keepers = Vec::new();
         if let Some(stream) = child.stdout.take() {
             keepers.push(tokio::spawn(keep(stream, logs.0)));
@@ -106,7 +118,12 @@ impl Family {
             keepers.push(tokio::spawn(keep(stream, logs.1)));
         }
         let group = child.id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or_default();
-        Ok(Self { leader: Leader::Started(child), group: Pid::from_raw(group), logs: keepers })
+        Ok(Self { leader: Leader::Started(child), group: Pid::from_raw(group), logs: keepers, inside: None })
+    }
+
+    /// From now on the process itself is the agent that `inside` tells of.
+    pub(super) fn enclose(&mut self, inside: Ear) {
+        self.inside = Some(inside);
     }
 
     /// The number of the process, which is that of its group.
@@ -115,8 +132,15 @@ impl Family {
     }
 
     /// Waits for the process itself; what it left behind may still run.
-    pub async fn wait(&mut self) -> io::Result<ExitStatus> {
-        self.leader.wait().await
+    pub async fn wait(&mut self) -> io::Result<()> {
+        if let Some(inside) = &mut self.inside
+            && inside.agent_ended().await
+        {
+            // Where nothing is left behind the rest ends at once.
+            let _ = tokio::time::timeout(LOOK, self.leader.wait()).await;
+            return Ok(());
+        }
+        self.leader.wait().await.map(drop)
     }
 
     /// Ends what still runs of the family: asks, waits up to `grace`, kills. Then closes the logs.
@@ -151,6 +175,11 @@ impl Family {
                 Err(_) => return Err(io::Error::other("a process that cannot be killed keeps a log open")),
             }
         }
+        if let Some(mut inside) = self.inside {
+            // All that could say more is dead.
+            let _ = tokio::time::timeout(LAST_OUTPUT, inside.agent_ended()).await;
+            return Ok(inside.status().or(status));
+        }
         Ok(status)
     }
 
@@ -176,7 +205,8 @@ fn reap_orphans() {
     }
 }
 
-fn not_started(program: &str, error: &io::Error) -> NotStarted {
+/// Why a program does not start.
+pub(super) fn not_started(program: &str, error: &io::Error) -> NotStarted {
     let (remedy, permanent) = match error.kind() {
         io::ErrorKind::NotFound => ("there is no such program; install it, or correct the first word of argv", true),
         io::ErrorKind::PermissionDenied => ("it may not be executed; check its permissions", true),

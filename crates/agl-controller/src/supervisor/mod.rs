@@ -8,10 +8,12 @@
 //!
 //! * [`record`] — what is said between controller and supervisor.
 //! * [`family`] — a process and everything that came from it.
+//! * [`isolation`] — walls around the agent.
 //! * [`warm`] — an agent that a zygote forked, which waits for its command.
 //! * [`log`] — an output stream kept up to a limit.
 
 pub mod family;
+pub mod isolation;
 pub mod log;
 pub mod record;
 pub mod warm;
@@ -28,6 +30,7 @@ use tokio::net::unix::pipe;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use self::family::Family;
+use self::isolation::Walls;
 use self::record::{Answer, Command, End, Event, ExitRecord, NotStarted, Spec};
 use self::warm::WarmAgent;
 use crate::process_id::ProcessId;
@@ -122,11 +125,18 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
     let limit = spec.log_limit_bytes;
 
     let started = Instant::now();
-    let agent = match start_agent(&spec.agent, dir, limit).await {
-        Ok(family) => {
+    let agent = match start(&spec, dir).await {
+        Ok((family, walls)) => {
             write_record(&dir.agent(), &ProcessId::of(family.pid()))?;
             controller.tell(&Event::Started { pid: family.pid() }).await;
-            run(family, &spec.agent, grace, &mut stop, started).await?
+            for message in walls.iter().flat_map(|walls| walls.notes.clone()) {
+                controller.tell(&Event::Note { message }).await;
+            }
+            let mut end = run(family, &spec.agent, grace, &mut stop, started).await?;
+            if let Some(walls) = walls {
+                walls.take_down(&mut end).await;
+            }
+            end
         }
         Err(reason) => End { not_started: Some(reason), ..End::default() },
     };
@@ -143,8 +153,19 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
     write_record(&dir.exit(), &record)
 }
 
+async fn start(spec: &Spec, dir: &AttemptDir) -> Result<(Family, Option<Walls>), NotStarted> {
+    let limit = spec.log_limit_bytes;
+    match &spec.isolation {
+        Some(enclosure) => {
+            let (family, walls) = isolation::start(&spec.agent, enclosure, dir, limit).await?;
+            Ok((family, Some(walls)))
+        }
+        None => Ok((start_open(&spec.agent, dir, limit).await?, None)),
+    }
+}
+
 /// Warm where an agent waits for its command, else cold.
-async fn start_agent(command: &Command, dir: &AttemptDir, limit: u64) -> Result<Family, NotStarted> {
+async fn start_open(command: &Command, dir: &AttemptDir, limit: u64) -> Result<Family, NotStarted> {
     let (stdout, stderr) = (dir.stdout(), dir.stderr());
     let warm = match WarmAgent::inherited() {
         Ok(Some(agent)) => Some(Family::begin(agent, command, &stdout, &stderr, limit).await),

@@ -70,6 +70,7 @@ impl FakeGateway {
             .route("/api/rollouts/{id}/attempts", get(list_attempts).post(create_attempt))
             .route("/api/rollouts/{id}/attempts/{attempt}", axum::routing::patch(patch_attempt))
             .route("/api/rollouts/{id}/attempt/{attempt}/events", post(post_event))
+            .route("/proxy/{*path}", get(|| async { "a model answers" }))
             .with_state(shared.clone());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());

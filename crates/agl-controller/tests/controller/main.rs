@@ -10,6 +10,7 @@ mod cluster;
 mod end_to_end;
 mod fleet;
 mod gateway;
+mod isolation;
 mod kubernetes;
 mod kubernetes_recovery;
 mod rate;
