@@ -386,7 +386,10 @@ impl Run for KubernetesRun {
         loop {
             match &mut self.phase {
                 Phase::Making => match self.make().await {
-                    Ok(()) => self.phase = Phase::Watching,
+                    Ok(()) => {
+                        self.waiting_since = Instant::now();
+                        self.phase = Phase::Watching;
+                    }
                     Err(outcome) => return self.over(outcome),
                 },
                 Phase::Watching => return self.watch().await,
