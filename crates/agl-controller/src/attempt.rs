@@ -126,10 +126,11 @@ impl Attempts {
             tracing::info!(rollout_id, attempt_id = due.attempt_id(), "taking up what an earlier controller started");
             return Ok(Next::Attempt(Box::new(due)));
         }
-        let verdict = Verdict::lost(format!(
-            "it was lost: the controller was restarted, and {}",
-            self.runner.nothing_at(rollout_id, &last.attempt.attempt_id)
-        ));
+        let nothing = self.runner.nothing_at(rollout_id, &last.attempt.attempt_id);
+        let verdict = Verdict::lost(format!("it was lost: the controller was restarted, and {nothing}"));
+        // One that never came as far as to be reported is our fault alone.
+        let retry = if reported || last.calls > 0 { verdict.retry } else { Retry::Free };
+        let verdict = Verdict { retry, ..verdict };
         self.settle(&due, &verdict).await?;
         self.follow(due, verdict).await
     }

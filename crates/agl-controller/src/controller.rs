@@ -40,7 +40,7 @@ impl Controller {
     /// # Errors
     /// [`ControllerError`] where it cannot begin, or the gateway refuses it.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), ControllerError> {
-        self.config.check()?;
+        self.check()?;
         tokio::pin!(shutdown);
         let work_dir = Arc::new(WorkDir::open(&self.config.work_dir)?);
         loop {
@@ -74,11 +74,19 @@ impl Controller {
     /// # Errors
     /// [`ControllerError`] where it could not begin, or the gateway refuses it.
     pub async fn plan(self) -> Result<Vec<Planned>, ControllerError> {
-        self.config.check()?;
+        self.check()?;
         let work_dir = Arc::new(WorkDir::look(&self.config.work_dir));
         let runner = self.runner(&work_dir, &Leave::always()).await?;
         runner.observe().await;
         Ok(plan(&self.config, &self.client, runner.as_ref()).await?)
+    }
+
+    fn check(&self) -> Result<(), ControllerError> {
+        self.config.check()?;
+        match &self.config.isolation {
+            Some(isolation) => isolation.check(self.config.agent_url.as_deref().unwrap_or(self.client.base_url())),
+            None => Ok(()),
+        }
     }
 
     async fn runner(&self, work_dir: &Arc<WorkDir>, leave: &Leave) -> Result<Arc<dyn Runner>, ControllerError> {

@@ -20,6 +20,12 @@ enum Program {
         /// The attempt's folder.
         dir: PathBuf,
     },
+    /// Puts walls around one attempt's agent. The supervisor starts it.
+    #[command(hide = true)]
+    Isolate {
+        /// Which part of the work.
+        part: String,
+    },
 }
 
 #[derive(Debug, clap::Args)]
@@ -38,6 +44,7 @@ struct Options {
 fn main() -> anyhow::Result<ExitCode> {
     match Program::parse() {
         Program::Supervise { dir } => Ok(supervisor::main(&dir)),
+        Program::Isolate { part } => Ok(supervisor::isolation::main(&part)),
         Program::Run(options) => run(&options).map(|()| ExitCode::SUCCESS),
     }
 }

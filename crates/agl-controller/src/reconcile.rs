@@ -350,6 +350,7 @@ impl Board {
 
     /// Ends or leaves what runs, as configured, and waits for it.
     pub(crate) async fn shut_down(self) {
+        self.attempts.runner.wind_down();
         if self.attempts.config.on_shutdown == OnShutdown::Leave || self.attempts.runner.outlives_us() {
             tracing::info!(running = self.tasks.len(), "controller ends; its agents go on");
             self.leave().await;

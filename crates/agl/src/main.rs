@@ -64,9 +64,14 @@ enum Command {
     /// Serve a model directory, or change what the gateway knows of model servers.
     #[command(subcommand)]
     Models(commands::models::ModelsCommand),
+    /// Kubernetes manifests of gateway and controller, NetworkPolicies included.
+    Manifests(commands::manifests::ManifestsArgs),
     /// Runs one attempt; the controller starts it.
     #[command(hide = true)]
     Supervise(commands::supervise::SuperviseArgs),
+    /// Puts walls around one attempt's agent; the supervisor starts it.
+    #[command(hide = true)]
+    Isolate(commands::isolate::IsolateArgs),
 }
 
 impl Command {
@@ -118,6 +123,10 @@ fn main() -> ExitCode {
     if let Command::Supervise(args) = &cli.command {
         return commands::supervise::supervise(args);
     }
+    // Namespaces are made by a process with a single thread.
+    if let Command::Isolate(args) = &cli.command {
+        return commands::isolate::isolate(args);
+    }
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -153,7 +162,8 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Init(args) => commands::init::init(&args),
             Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
             Command::Models(command) => commands::models::models(command).await,
-            Command::Supervise(_) => Ok(()),
+            Command::Manifests(args) => commands::manifests::manifests(&args),
+            Command::Supervise(_) | Command::Isolate(_) => Ok(()),
         }
     });
     if let Some(traces) = traces {

@@ -104,6 +104,8 @@ impl RunFile {
         join(&mut self.trainer.default_local_dir);
         join(&mut self.controller.work_dir);
         self.controller.supervisor.iter_mut().for_each(join);
+        self.controller.zygote.iter_mut().flat_map(|zygote| &mut zygote.path).for_each(join);
+        self.controller.isolation.iter_mut().for_each(|isolation| isolation.anchor(folder));
         self.data.train_files.iter_mut().chain(&mut self.data.val_files).for_each(join);
         if let Some(path) = store_path(&self.gateway.store) {
             self.gateway.store = format!("sqlite:{}", folder.join(path).display());

@@ -96,6 +96,9 @@ pub trait Runner: Debug + Send + Sync {
         std::future::pending().await
     }
 
+    /// Nothing more will be started: what a start may be waiting for is given up.
+    fn wind_down(&self) {}
+
     /// Lets another controller act at once.
     async fn resign(&self) {}
 

@@ -70,6 +70,7 @@ impl FakeGateway {
             .route("/api/rollouts/{id}/attempts", get(list_attempts).post(create_attempt))
             .route("/api/rollouts/{id}/attempts/{attempt}", axum::routing::patch(patch_attempt))
             .route("/api/rollouts/{id}/attempt/{attempt}/events", post(post_event))
+            .route("/proxy/{*path}", get(|| async { "a model answers" }))
             .with_state(shared.clone());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -153,6 +154,11 @@ impl FakeGateway {
     pub fn rollout(&self, id: &str) -> Rollout {
         let inside = self.shared.inside.lock().unwrap();
         inside.rollouts.iter().find(|rollout| rollout.rollout_id == id).unwrap().clone()
+    }
+
+    /// How many there are.
+    pub fn rollouts(&self) -> usize {
+        self.shared.inside.lock().unwrap().rollouts.len()
     }
 
     pub fn attempts(&self, id: &str) -> Vec<Attempt> {

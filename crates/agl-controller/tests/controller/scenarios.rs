@@ -198,7 +198,7 @@ async fn a_queued_rollout_starts_without_a_polling_interval() {
         assert!(created.elapsed() < Duration::from_secs(5), "not started at all");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    // Not the target of 50 ms, which a loaded machine may miss, but far from any polling; `examples/spawn_latency` measures.
+    // Not the target of 50 ms, which a loaded machine may miss, but far from any polling; `./x bench controller` measures.
     assert!(created.elapsed() < Duration::from_secs(2), "{:?}", created.elapsed());
 }
 

@@ -266,19 +266,19 @@ impl Runner for KubernetesRunner {
         Ok(Box::new(KubernetesRun::making(self.shared.clone(), order)))
     }
 
-    /// An attempt that was never reported to run and made no call may not have got its Job, or its Secret, yet: both are
-    /// then made. One that ran and has no Job any more is lost.
+    /// The Job of an attempt that was never reported to run and made no call may not have got its Secret yet. One without a
+    /// Job is lost even then: it may have had one, and must not run twice.
     async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Option<Box<dyn Run>> {
         let name = job_name(&rollout.rollout_id, &attempt.attempt.attempt_id);
         let there = self.shared.observed.job(&name).is_some();
         let begun = attempt.attempt.state != AttemptState::Starting || attempt.calls > 0;
-        if begun && !there && self.shared.observed.is_gone(&name) {
+        if !there && self.shared.observed.is_gone(&name) {
             return None;
         }
         let order = self.order(rollout, attempt).await?;
-        Some(Box::new(match begun {
-            true => KubernetesRun::watching(self.shared.clone(), order),
-            false => KubernetesRun::making(self.shared.clone(), order),
+        Some(Box::new(match there && !begun {
+            true => KubernetesRun::making(self.shared.clone(), order),
+            false => KubernetesRun::watching(self.shared.clone(), order),
         }))
     }
 

@@ -362,7 +362,7 @@ impl KubernetesRun {
             };
         // What it marked as given up when it looked for an earlier one is given up no more.
         let started = match dir.begin_anew().and_then(|()| self.dir.create()) {
-            Ok(()) => Supervised::start(self.shared.config.supervisor.as_deref(), &dir, &spec, leave).await,
+            Ok(()) => Supervised::start(self.shared.config.supervisor.as_deref(), &dir, &spec, leave, None).await,
             Err(error) => Err(error),
         };
         match started {
@@ -386,7 +386,10 @@ impl Run for KubernetesRun {
         loop {
             match &mut self.phase {
                 Phase::Making => match self.make().await {
-                    Ok(()) => self.phase = Phase::Watching,
+                    Ok(()) => {
+                        self.waiting_since = Instant::now();
+                        self.phase = Phase::Watching;
+                    }
                     Err(outcome) => return self.over(outcome),
                 },
                 Phase::Watching => return self.watch().await,
