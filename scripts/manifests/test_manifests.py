@@ -446,6 +446,30 @@ class ARealApiServer(unittest.TestCase):
                 status, answer = controller.request(method, path, *body)
                 self.assertEqual(status, expected, answer)
 
+    def test_lets_the_controller_start_as_its_deployment_says(self):
+        here, there = self.applied()
+        token = self.account(here, "agl-controller").token
+        with tempfile.TemporaryDirectory() as folder:
+            cluster = {"server": self.api.server, "insecure-skip-tls-verify": True}
+            kubeconfig = Path(folder, "kubeconfig")
+            kubeconfig.write_text(json.dumps({
+                "apiVersion": "v1", "kind": "Config", "current-context": "test",
+                "clusters": [{"name": "test", "cluster": cluster}],
+                "users": [{"name": "test", "user": {"token": token}}],
+                "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+            }))
+            process, address = gateway(folder)
+            places = {
+                "/etc/agl": folder, "/work": f"{folder}/controller", "http://agl-gateway:8080": address,
+                "$(AGL_GATEWAY_SERVICE_HOST)": "10.0.0.9",
+            }
+            lease = f"/apis/coordination.k8s.io/v1/namespaces/{there}/leases/agl-controller"
+            with process, Component("controller", folder, places, {"KUBECONFIG": str(kubeconfig)}, [f"--rollouts-namespace={there}"]) as controller:
+                controller.wait_for(lambda: self.api.request("GET", lease)[0] == 200)
+                # Watches that are refused would be told of.
+                time.sleep(1)
+                self.assertNotIn("orbidden", controller.log.read_text())
+
 
 if __name__ == "__main__":
     unittest.main()

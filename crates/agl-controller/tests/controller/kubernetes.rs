@@ -57,6 +57,7 @@ async fn a_job_is_what_its_template_says_and_what_we_decide_over_it() {
         json!([0, 77, 60])
     );
     assert_eq!(spec["template"]["spec"]["restartPolicy"], "Never");
+    assert_eq!(spec["template"]["spec"]["automountServiceAccountToken"], false);
     assert_eq!(job["metadata"]["namespace"], "agents");
     assert_eq!(job["metadata"]["labels"]["team"], "math");
     for labels in [&job["metadata"]["labels"], &spec["template"]["metadata"]["labels"]] {

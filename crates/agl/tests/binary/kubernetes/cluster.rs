@@ -111,11 +111,6 @@ impl Cluster {
         job.map(|job| serde_json::to_value(job).unwrap())
     }
 
-    pub fn job_names(&self) -> Vec<String> {
-        let jobs = self.runtime.block_on(self.jobs().list(&ListParams::default())).unwrap();
-        jobs.items.iter().map(ResourceExt::name_any).collect()
-    }
-
     /// Jobs that have not ended.
     pub fn unfinished_jobs(&self) -> Vec<String> {
         let jobs = self.runtime.block_on(self.jobs().list(&ListParams::default())).unwrap();

@@ -22,7 +22,7 @@ struct Stage {
     cluster: Cluster,
     folder: tempfile::TempDir,
     url: String,
-    gateway: Running,
+    _gateway: Running,
     controller: Running,
 }
 
@@ -36,7 +36,7 @@ impl Stage {
         let gateway = part("serve", folder.path());
         let controller = part("control", folder.path());
         eventually("the gateway is up", LONG, || get(&format!("{url}/healthz")).is_some());
-        Some(Self { cluster, folder, url, gateway, controller })
+        Some(Self { cluster, folder, url, _gateway: gateway, controller })
     }
 
     fn create(&self, id: &str, script: &str, config: Value) {
