@@ -23,6 +23,9 @@ struct Start {
     first_call: Duration,
 }
 
+/// What a row shows of a start.
+type Row = fn(&Start) -> Duration;
+
 /// Measures and reports.
 pub async fn measure(options: &Options, report: &mut impl Write) -> anyhow::Result<()> {
     let model = Model::start().await?;
@@ -32,7 +35,7 @@ pub async fn measure(options: &Options, report: &mut impl Write) -> anyhow::Resu
         agent(options, "with_openai.py")?.iter().map(|word| word.to_string_lossy().into_owned()).collect();
     let columns = format!("{:>9} {:>9} {:>9} {:>10}", "p50", "p90", "p99", "cold/warm");
     writeln!(report, "\n{:<72} {columns}", "from the request to start it, an agent on openai, ms")?;
-    let rows: [(&str, fn(&Start) -> Duration); 3] = [
+    let rows: [(&str, Row); 3] = [
         ("its first line", |start| start.first_line),
         ("its imports are done", |start| start.imported),
         ("its first call arrives", |start| start.first_call),
