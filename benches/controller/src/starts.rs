@@ -23,40 +23,43 @@ struct Start {
     first_call: Duration,
 }
 
+/// What a row shows of a start.
+type Row = fn(&Start) -> Duration;
+
 /// Measures and reports.
 pub async fn measure(options: &Options, report: &mut impl Write) -> anyhow::Result<()> {
     let model = Model::start().await?;
     let folder = tempfile::tempdir()?;
     let mother = Zygote::start(&zygote(options)?, "", folder.path()).context("no zygote of this Python")?;
-    let argv: Vec<String> =
+    let mut argv: Vec<String> =
         agent(options, "with_openai.py")?.iter().map(|word| word.to_string_lossy().into_owned()).collect();
-    let (mut cold, mut warm) = (Vec::new(), Vec::new());
-    // The first of each is not counted: one waits for the imports, one fills the caches of the file system.
-    for number in 0..=options.count.div_ceil(3) {
-        for (kind, zygote, starts) in [("cold", None, &mut cold), ("warm", Some(&mother), &mut warm)] {
-            let tag = format!("{kind}-{number}");
-            let dir = AttemptDir::new(folder.path().join(&tag));
-            let start = start(&model, &argv, &tag, &dir, zygote).await?;
-            if number > 0 {
-                starts.push(start);
-            }
-        }
-    }
-    writeln!(
-        report,
-        "\nfrom the request to start it, an agent on openai, ms {:>20} {:>9} {:>9} {:>10}",
-        "p50", "p90", "p99", "cold/warm"
-    )?;
-    let rows: [(&str, fn(&Start) -> Duration); 3] = [
+    let columns = format!("{:>9} {:>9} {:>9} {:>10}", "p50", "p90", "p99", "cold/warm");
+    writeln!(report, "\n{:<72} {columns}", "from the request to start it, an agent on openai, ms")?;
+    let rows: [(&str, Row); 3] = [
         ("its first line", |start| start.first_line),
         ("its imports are done", |start| start.imported),
         ("its first call arrives", |start| start.first_call),
     ];
-    for (what, of) in rows {
-        let [cold, warm] = [&cold, &warm].map(|starts| Figures::of(starts.iter().map(of)));
-        let ratio = cold.median() / warm.median();
-        writeln!(report, "  {what:<34} {:<28} {cold}", "cold")?;
-        writeln!(report, "  {what:<34} {:<28} {warm} {ratio:>10.1}", "zygote")?;
+    for (name, rows) in [("own certificates", &rows[..]), ("shared certificates", &rows[2..])] {
+        let (mut cold, mut warm) = (Vec::new(), Vec::new());
+        // The first of each is not counted: one waits for the imports, one fills the caches of the file system.
+        for number in 0..=options.count.div_ceil(3) {
+            for (kind, zygote, starts) in [("cold", None, &mut cold), ("warm", Some(&mother), &mut warm)] {
+                let tag = format!("{kind} {number} {name}");
+                let dir = AttemptDir::new(folder.path().join(&tag));
+                let start = start(&model, &argv, &tag, &dir, zygote).await?;
+                if number > 0 {
+                    starts.push(start);
+                }
+            }
+        }
+        for (what, of) in rows {
+            let [cold, warm] = [&cold, &warm].map(|starts| Figures::of(starts.iter().map(of)));
+            let ratio = cold.median() / warm.median();
+            writeln!(report, "{:<72} {cold}", format!("  {name}: {what}, cold"))?;
+            writeln!(report, "{:<72} {warm} {ratio:>10.1}", format!("  {name}: {what}, from a zygote"))?;
+        }
+        argv.push("shared".to_owned());
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! From a rollout's creation to its agent's first call.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -96,11 +96,12 @@ impl House {
         }
     }
 
-    /// Starts the command as a child of this program, with the environment that a rollout would give it.
+    /// Starts the command as a child of this program, with the environment that a rollout would give it, and in a session
+    /// of its own as there: Linux shares processors between sessions.
     async fn alone(&self, agent: &[PathBuf], tag: &str) -> anyhow::Result<Duration> {
         let folder = tempfile::tempdir()?;
-        let mut command = tokio::process::Command::new(&agent[0]);
-        command.args(&agent[1..]).current_dir(folder.path()).stdin(std::process::Stdio::null());
+        let mut command = tokio::process::Command::new("setsid");
+        command.args(agent).current_dir(folder.path()).stdin(std::process::Stdio::null());
         command.env("TAG", tag).env("AGL_OPENAI_BASE_URL", &self.model.url).env("AGL_KEY", "k");
         for name in ["AGL_EVENT_URL", "AGL_INPUT", "OPENAI_BASE_URL", "OPENAI_API_KEY"] {
             command.env(name, &self.model.url);
@@ -113,7 +114,7 @@ impl House {
 }
 
 /// Does something `count` times, `at_a_time` of them together.
-async fn repeat<F, T>(count: usize, at_a_time: usize, work: F) -> anyhow::Result<Figures>
+async fn repeat<F, T>(count: usize, at_a_time: usize, work: F) -> anyhow::Result<Vec<Duration>>
 where
     F: Fn(usize) -> T + Clone + Send + 'static,
     T: Future<Output = anyhow::Result<Duration>> + Send,
@@ -138,37 +139,35 @@ where
     for worker in workers {
         durations.extend(worker.await??);
     }
-    Ok(Figures::of(durations))
+    Ok(durations)
 }
 
 /// An agent's words: the interpreter and its script.
-pub fn agent(options: &Options, name: &str) -> anyhow::Result<[PathBuf; 2]> {
+pub fn agent(options: &Options, name: &str) -> anyhow::Result<Vec<PathBuf>> {
     // The interpreter's own path says whose packages it has: links are not to be followed.
     let python = std::env::current_dir()?.join(&options.python);
-    Ok([python, options.agents.join(name).canonicalize()?])
+    Ok(vec![python, options.agents.join(name).canonicalize()?])
 }
 
-/// What the zygote of these measurements imports: the package, and what the first call of its client would import.
+/// What the zygote of these measurements imports: the package, and what its first call would import.
 pub fn zygote(options: &Options) -> anyhow::Result<ZygoteConfig> {
     let python = agent(options, "with_openai.py")?[0].display().to_string();
-    Ok(serde_json::from_value(json!({
-        "imports": ["openai", "openai.resources.chat.completions"], "python": python, "ready_seconds": 120,
-    }))?)
+    let imports = ["openai", "openai.resources.chat.chat", "httpcore2", "h11", "truststore", "encodings.idna", "tls"];
+    let config = json!({
+        "imports": imports, "path": [options.agents.canonicalize()?], "python": python, "ready_seconds": 120,
+    });
+    Ok(serde_json::from_value(config)?)
 }
 
 /// Measures and reports.
 pub async fn measure(options: &Options, report: &mut impl Write) -> anyhow::Result<()> {
-    writeln!(
-        report,
-        "from a rollout's creation to its agent's first call, ms {:>18} {:>9} {:>9}",
-        "p50", "p90", "p99"
-    )?;
+    let columns = format!("{:>9} {:>9} {:>9}", "p50", "p90", "p99");
+    writeln!(report, "{:<72} {columns}", "from a rollout's creation to its agent's first call, ms")?;
     let house = House::build(options.load, None).await?;
     let light = agent(options, "light.py")?;
-    for at_a_time in [1, options.load] {
-        compare(&house, &light, "standard library", options.count, at_a_time, report).await?;
-    }
     let with_openai = agent(options, "with_openai.py")?;
+    compare(&house, &light, "standard library", options.count, 1, report).await?;
+    compare(&house, &light, "standard library", options.count, options.load, report).await?;
     compare(&house, &with_openai, "openai", options.count.div_ceil(3), 1, report).await?;
     burst(&house, report).await?;
     house.end().await?;
@@ -176,13 +175,13 @@ pub async fn measure(options: &Options, report: &mut impl Write) -> anyhow::Resu
     // The first one waits for the imports.
     house.rollout(&with_openai).await?;
     for at_a_time in [1, options.load] {
-        let warm = play(&house, &with_openai, options.count, at_a_time).await?;
-        writeln!(report, "  openai, zygote, {at_a_time:>2} at a time: rollout {:>20}{warm}", "")?;
+        let warm = Figures::of(play(&house, &with_openai, options.count, at_a_time).await?);
+        writeln!(report, "{:<72} {warm}", format!("  openai, {at_a_time} at a time: rollout, from a zygote"))?;
     }
     house.end().await
 }
 
-async fn play(house: &Arc<House>, agent: &[PathBuf], count: usize, at_a_time: usize) -> anyhow::Result<Figures> {
+async fn play(house: &Arc<House>, agent: &[PathBuf], count: usize, at_a_time: usize) -> anyhow::Result<Vec<Duration>> {
     let (house, agent) = (house.clone(), agent.to_vec());
     repeat(count, at_a_time, move |_| {
         let (house, agent) = (house.clone(), agent.clone());
@@ -191,29 +190,34 @@ async fn play(house: &Arc<House>, agent: &[PathBuf], count: usize, at_a_time: us
     .await
 }
 
+/// The command by itself and in a rollout, by turns: other work on the machine is to meet both.
 async fn compare(
     house: &Arc<House>,
     agent: &[PathBuf],
-    name: &str,
+    name: &'static str,
     count: usize,
     at_a_time: usize,
     report: &mut impl Write,
 ) -> anyhow::Result<()> {
-    let alone = {
-        let (house, agent) = (house.clone(), agent.to_vec());
-        let name = Path::new(name).display().to_string();
-        repeat(count, at_a_time, move |number| {
-            let (house, agent, tag) = (house.clone(), agent.clone(), format!("{name} {at_a_time} {number}"));
-            async move { house.alone(&agent, &tag).await }
-        })
-        .await?
-    };
-    let rollouts = play(house, agent, count, at_a_time).await?;
-    let what = format!("  {name}, {at_a_time} at a time");
-    writeln!(report, "{what:<36} {:<28} {alone}", "the command by itself")?;
-    writeln!(report, "{what:<36} {:<28} {rollouts}", "rollout")?;
+    let (mut alone, mut rollouts) = (Vec::new(), Vec::new());
+    let at_once = if at_a_time == 1 { 1 } else { 2 * at_a_time };
+    for round in 0..count.div_ceil(at_once) {
+        let (by_itself, words) = (house.clone(), agent.to_vec());
+        let starts = repeat(at_once, at_a_time, move |number| {
+            let (house, words) = (by_itself.clone(), words.clone());
+            let tag = format!("{name} {at_a_time} {round} {number}");
+            async move { house.alone(&words, &tag).await }
+        });
+        alone.extend(starts.await?);
+        rollouts.extend(play(house, agent, at_once, at_a_time).await?);
+    }
+    let (alone, rollouts) = (Figures::of(alone), Figures::of(rollouts));
     let beyond = rollouts.beyond(alone.median());
-    writeln!(report, "{what:<36} {:<28} {beyond}", "beyond the command's median")?;
+    for (what, figures) in
+        [("the command by itself", &alone), ("rollout", &rollouts), ("rollout beyond the command's median", &beyond)]
+    {
+        writeln!(report, "{:<72} {figures}", format!("  {name}, {at_a_time} at a time: {what}"))?;
+    }
     Ok(())
 }
 
@@ -226,10 +230,7 @@ async fn burst(house: &House, report: &mut impl Write) -> anyhow::Result<()> {
     for rollout in house.client.create_rollouts(&vec![create; COUNT]).await? {
         house.ended(&rollout.rollout_id).await?;
     }
-    writeln!(
-        report,
-        "  {COUNT} rollouts of `true` at once: {:.0} a second",
-        COUNT as f64 / began.elapsed().as_secs_f64()
-    )?;
+    let rate = COUNT as f64 / began.elapsed().as_secs_f64();
+    writeln!(report, "  {COUNT} rollouts of `true` at once: {rate:.0} a second")?;
     Ok(())
 }

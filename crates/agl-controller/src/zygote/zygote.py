@@ -196,7 +196,17 @@ def look_fresh(kind, is_unbuffered, cwd, original, arguments, environ, beginning
         numpy_random.seed()
 
 
+def set_shown_lines(code, source):
+    """What tracebacks show of `-c`, which they do from 3.13 on: so far the line that started the zygote."""
+    linecache = sys.modules.get("linecache")
+    register = getattr(linecache, "_register_code", None)
+    if register is not None:
+        register(code if hasattr(linecache, "_interactive_cache") else "<string>", source, "<string>")
+
+
 def run(kind, arguments):
+    if kind != "code":
+        set_shown_lines(compile("", "<string>", "exec"), "")
     if kind == "module":
         import runpy
 
@@ -204,7 +214,14 @@ def run(kind, arguments):
         return
     namespace = sys.modules["__main__"].__dict__
     if kind == "code":
-        exec(compile(arguments[0], "<string>", "exec", dont_inherit=True), namespace)
+        source = arguments[0]
+        if sys.version_info >= (3, 14) and source[:1].isspace():
+            import textwrap
+
+            source = textwrap.dedent(source)
+        code = compile(source, "<string>", "exec", dont_inherit=True)
+        set_shown_lines(code, source)
+        exec(code, namespace)
         return
     script = os.path.join(os.getcwd(), arguments[0])
     loader = importlib.machinery.SourceFileLoader("__main__", script)

@@ -93,12 +93,16 @@ async fn every_end_is_that_of_a_cold_start() {
     let deep = "def inner():\n    raise ValueError('deep')\ntry:\n    inner()\nexcept ValueError as error:\n    raise KeyError('x') from error\n";
     let mut configs = vec![
         json!({"process": {"argv": [interpreter(), write(at("deep.py"), deep)]}}),
-        json!({"process": {"argv": [interpreter(), write(at("wrong.py"), "print('never')\nx = (\n")]}}),
+        json!({"process": {"argv": [interpreter(), write(at("wrong.py"), "print('never')\nx = = 1\n")]}}),
+        json!({"process": {"argv": [interpreter(), write(at("inner.py"), "exec(compile('1/0', '<string>', 'exec'))")]}}),
         json!({"process": {"argv": [interpreter(), "-m", "no_such_module"]}}),
         json!({"process": {"argv": [interpreter(), "-m", "json.tool", "--no-such-flag"]}}),
     ];
     for script in [
         "1/0",
+        "exec(compile('1/0', '<string>', 'exec'))",
+        "def fail():\n    1/0\nfail()",
+        "x = = 1",
         "import sys; sys.exit('the message')",
         "import sys; sys.exit(7)",
         "import sys; sys.exit()",
@@ -206,7 +210,7 @@ async fn signal_handlers_and_output_of_imports_are_not_the_agents() {
     super::module(&stage, "loud", loud);
     let settings = zygote(&stage, &["marker", "loud"]);
     stage.start(settings);
-    let look = "import signal\nprint(signal.getsignal(15), oct(os.umask(0)), os.path.basename(os.getcwd()))";
+    let look = "import signal\nprint(int(signal.getsignal(15)), oct(os.umask(0)), os.path.basename(os.getcwd()))";
     let (out, _, _) = outcome(&stage, python(look)).await;
     assert!(out.starts_with("0 0o") && !out.starts_with("0 0o0"), "{out}");
     // As if the agent had imported it.
