@@ -142,7 +142,7 @@ async fn the_reason_of_a_failure_is_read_from_the_pod_and_says_whose_it_was() {
 async fn a_job_beyond_its_deadline_is_the_agents_failure_only_once_it_has_started() {
     for (starts, class, said) in [
         (true, FailureClass::Timeout, "timeout_seconds = 60"),
-        (false, FailureClass::Infrastructure, "did not start within its config.timeout_seconds: container agent waits"),
+        (false, FailureClass::Infrastructure, "did not start within its config.timeout_seconds"),
     ] {
         let fleet = Fleet::with(json!({"max_attempts": 1}), json!({})).await;
         let id = fleet.stage.gateway.create(k8s());
@@ -152,7 +152,12 @@ async fn a_job_beyond_its_deadline_is_the_agents_failure_only_once_it_has_starte
             false => fleet.cluster.pod_status(JOB, waiting("ImagePullBackOff", "")),
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
+        fleet.cluster.keep_deleted_pods(true);
+        fleet.cluster.delete("pods", &format!("{JOB}-x7k2p"));
         fleet.cluster.job_fails(JOB, "DeadlineExceeded", "Job was active longer than specified deadline");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert_eq!(fleet.stage.gateway.rollout(&id).status.state, RolloutState::Running, "its pod may still run");
+        fleet.cluster.keep_deleted_pods(false);
         let message = fleet.stage.gateway.ended(&id).await.status.error_message.unwrap();
         assert!(message.contains(said), "{message}");
         assert_eq!(fleet.stage.gateway.attempts(&id)[0].failure, Some(class));
@@ -191,6 +196,18 @@ async fn a_deleted_job_is_repeated_only_once_its_pod_is_gone() {
     assert!(first.error_message.as_ref().unwrap().contains("its Job was deleted"));
     fleet.cluster.pod_exits("agl-rollout-r0-1", 0, "Completed");
     assert_eq!(fleet.stage.gateway.ended(&id).await.status.state, RolloutState::Succeeded);
+}
+
+#[tokio::test]
+async fn a_pod_that_its_job_forgot_at_the_deadline_is_ended_before_anything_follows() {
+    let fleet = Fleet::with(json!({"max_attempts": 1}), json!({})).await;
+    let id = fleet.stage.gateway.create(k8s());
+    fleet.cluster.made(JOB).await;
+    fleet.cluster.job_fails(JOB, "DeadlineExceeded", "Job was active longer than specified deadline");
+    fleet.cluster.pod_runs(JOB);
+    assert_eq!(fleet.stage.gateway.ended(&id).await.status.state, RolloutState::Failed);
+    assert!(fleet.cluster.names("pods").is_empty());
+    assert!(fleet.cluster.calls().contains(&format!("DELETE pods {JOB}-x7k2p")));
 }
 
 #[tokio::test]

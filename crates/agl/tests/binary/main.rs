@@ -5,6 +5,7 @@
 mod architecture;
 mod bad_input;
 mod contract;
+mod controlling;
 mod crash;
 mod doctor;
 mod https;

@@ -24,6 +24,11 @@ use crate::supervisor::log::LimitedLog;
 use crate::supervisor::record::{Answer, End, Event, ExitRecord};
 use crate::work_dir::AttemptDir;
 
+/// How long the cluster gets to end the pods of a Job that is gone or over, before we ask for it.
+const END_GRACE: Duration = Duration::from_secs(2);
+/// A pod that is being deleted and does not end within this time is on a node that is gone: it is waited for no longer.
+const END_PATIENCE: Duration = Duration::from_secs(300);
+
 /// One attempt as a Job.
 pub(super) struct KubernetesRun {
     shared: Arc<Shared>,
@@ -37,6 +42,8 @@ pub(super) struct KubernetesRun {
     waiting_since: Instant,
     /// Since when its image cannot be had.
     no_image_since: Option<Instant>,
+    /// Since when it is being ended.
+    ending_since: Option<Instant>,
     /// The pod to take logs from.
     pod: Option<String>,
     record: ExitRecord,
@@ -81,6 +88,7 @@ impl KubernetesRun {
             started_told: false,
             waiting_since: Instant::now(),
             no_image_since: None,
+            ending_since: None,
             pod: None,
             record: ExitRecord { agent: End::default(), evaluator: None },
         }
@@ -197,7 +205,8 @@ impl KubernetesRun {
     async fn watch(&mut self) -> Step {
         loop {
             self.changed.mark_unchanged();
-            let Some(seen) = self.shared.observed.look(&self.name, &[]) else {
+            let given_up = self.ending_since.is_some_and(|since| since.elapsed() >= END_PATIENCE);
+            let Some(seen) = self.shared.observed.look(&self.name, &[], given_up) else {
                 // We made it, or found it: the watch will tell.
                 let _ = self.changed.changed().await;
                 continue;
@@ -225,7 +234,17 @@ impl KubernetesRun {
                     }
                     continue;
                 }
-                Seen::Ending => self.shared.end_what_lost_its_job(&self.name).await,
+                Seen::Ending => {
+                    let since = *self.ending_since.get_or_insert_with(Instant::now);
+                    // Its Job's controller is about to end it, or has; what it forgets is ours.
+                    let due = since + END_GRACE;
+                    if Instant::now() >= due {
+                        self.shared.end_left_pods(&self.name).await;
+                    }
+                    let until = if Instant::now() < due { due } else { since + END_PATIENCE };
+                    let _ = tokio::time::timeout_at(until, self.changed.changed()).await;
+                    continue;
+                }
                 Seen::Over(over) => {
                     let over = self.ask_pods(over).await;
                     return self.agent_over(over).await;
@@ -267,7 +286,7 @@ impl KubernetesRun {
             }
         };
         self.pod = self.pod.take().or_else(|| pods.first().map(|pod| pod.name.clone()));
-        match self.shared.observed.look(&self.name, &pods) {
+        match self.shared.observed.look(&self.name, &pods, false) {
             Some(Seen::Over(better)) => better,
             _ => over,
         }
