@@ -503,7 +503,7 @@ async fn an_ordinary_users_agents_are_isolated_too() {
     if !possible() {
         return;
     }
-    if !nix::unistd::geteuid().is_root() {
+    if !rustix::process::geteuid().is_root() {
         println!("SKIPPED: only root can become another user; the other tests have run as an ordinary one");
         return;
     }
