@@ -66,7 +66,7 @@ impl Limits {
             let group = limits.group(&root, &home, &name, wanted.controller, wanted.files[version])?;
             let set = |file: &str, value: u64| std::fs::write(group.join(file), value.to_string());
             set(wanted.files[version], wanted.value)
-                .map_err(|error| format!("cannot write {}: {error}", group.join(wanted.files[version]).display()))?;
+                .map_err(|error| format!("cannot write {}: {error}", wanted.files[version]))?;
             if let Some((files, values)) = wanted.swap {
                 let _ = set(files[version], values[version]);
                 limits.kills = Some(group.join(["memory.events", "memory.oom_control"][version]));
@@ -89,7 +89,8 @@ impl Limits {
                 Ok(()) => {}
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
                 Err(error) => {
-                    reason = format!("{}: {error}", group.display());
+                    // Without the group's own name: the log says the same thing once.
+                    reason = format!("in {}: {error}", parent.display());
                     continue;
                 }
             }

@@ -69,7 +69,6 @@ fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
         .collect::<Result<_, _>>()?;
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = CALLS.map(|call| (call, Vec::new())).into();
     rules.insert(libc::SYS_socket, vec![SeccompRule::new(other)?]);
-    #[expect(clippy::cast_sign_loss, reason = "error numbers are positive")]
     let refused = SeccompAction::Errno(libc::EPERM as u32);
     SeccompFilter::new(rules, SeccompAction::Allow, refused, std::env::consts::ARCH.try_into()?)?.try_into()
 }
