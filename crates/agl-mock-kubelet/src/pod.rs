@@ -161,7 +161,10 @@ impl PodLife {
     /// Tells the API server that nothing of a deleted pod is left.
     async fn forget(&self, pod: &str, deleted: bool) {
         let now = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
-        while deleted {
+        if !deleted {
+            return;
+        }
+        loop {
             match self.pods.delete(pod, &now).await {
                 Err(kube::Error::Api(status)) if status.code < 500 && status.code != 429 => return,
                 Ok(_) => return,

@@ -26,7 +26,7 @@ async fn five_thousand_rollouts_become_jobs_at_the_configured_rate_in_flat_memor
     let fleet = Fleet::empty().await;
     fleet.cluster.set_kubelet(Kubelet::Vanishes(Duration::from_secs(2)));
     let ids: Vec<String> = (0..ROLLOUTS).map(|_| fleet.stage.gateway.create(k8s())).collect();
-    let settings = fleet.settings(json!({}), json!({"max_jobs_per_minute": PER_MINUTE as u32, "job_burst": 1}));
+    let settings = fleet.settings(json!({}), json!({"max_jobs_per_minute": PER_MINUTE as u32, "job_burst": 10}));
     let config = fleet.stage.folder.path().join("controller.json");
     std::fs::write(&config, fleet.stage.config(&settings).to_string()).unwrap();
     // A program of its own, so that its memory is its own.

@@ -13,7 +13,7 @@ const PER_MINUTE: f64 = 6000.0;
 #[test]
 #[ignore = "takes long; ./x check fleet runs it"]
 fn five_hundred_rollouts_become_jobs_at_the_configured_rate() {
-    let more = format!("max_jobs_per_minute = {PER_MINUTE}\njob_burst = 1");
+    let more = format!("max_jobs_per_minute = {PER_MINUTE}\njob_burst = 10");
     let Some(mut stage) = Stage::start(&more) else { return };
     // Queued while no controller looks.
     stage.controller.kill();
