@@ -1,10 +1,10 @@
 //! From the request to start a supervisor to its agent's first line and first call: cold, and from a zygote.
 
 use std::io::Write;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use agl_controller::supervised::{Step, Supervised};
+use agl_controller::runner::Leave;
+use agl_controller::runner::supervised::Supervised;
 use agl_controller::supervisor::record::{Command, Spec};
 use agl_controller::work_dir::AttemptDir;
 use agl_controller::zygote::Zygote;
@@ -78,10 +78,17 @@ async fn start(
         cwd: dir.work(),
         timeout_seconds: 60,
     };
-    let spec = Spec { agent, evaluator: None, input: Value::Null, log_limit_bytes: 1 << 20, kill_grace_seconds: 1.0 };
+    let spec = Spec {
+        agent,
+        evaluator: None,
+        input: Value::Null,
+        log_limit_bytes: 1 << 20,
+        kill_grace_seconds: 1.0,
+        isolation: None,
+    };
     let before = SystemTime::now();
-    let mut supervised = Supervised::start(None, dir, &spec, Arc::default(), zygote).await?;
-    while !matches!(supervised.next().await, Step::Exited) {}
+    let mut supervised = Supervised::start(None, dir, &spec, Leave::default(), zygote).await?;
+    while supervised.next().await.is_some() {}
     let record = supervised.record().map_err(anyhow::Error::msg)?;
     let errors = std::fs::read_to_string(dir.stderr()).unwrap_or_default();
     ensure!(record.agent.code == Some(0), "{tag} failed: {record:?} {errors}");

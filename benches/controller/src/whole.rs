@@ -44,7 +44,7 @@ impl House {
         let gateway = tokio::spawn(async move { Ok(gateway.serve(async { drop(stopped.await) }).await?) });
         client.register_models(&[serde_json::from_value(registered)?]).await?;
         let config = ControllerConfig {
-            max_concurrent,
+            max_concurrent: Some(max_concurrent),
             work_dir: folder.path().join("work"),
             zygote,
             ..ControllerConfig::default()
