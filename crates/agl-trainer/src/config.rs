@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use agl_core::credit::{AdvantageLevel, Estimator, LossAggregation};
-use agl_core::rollout::{EvaluatorConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig};
+use agl_core::rollout::{ContainerConfig, EvaluatorConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig};
 use agl_core::trajectory::Level;
 use agl_core::trajectory::sequence::LengthLimits;
 use agl_engine::{LossConfig, OptimConfig};
@@ -76,6 +76,8 @@ pub struct RolloutSection {
     pub timeout_seconds: u64,
     /// The agent as a command. Strings are Jinja templates over `input`.
     pub process: Option<ProcessConfig>,
+    /// The agent in a container, where `controller.runner = "container"`.
+    pub container: Option<ContainerConfig>,
     /// The agent as a Python class, as Agent Lightning v1.0 starts it.
     pub local: Option<LocalConfig>,
     /// The command that judges the result and posts the reward.
@@ -95,6 +97,7 @@ impl Default for RolloutSection {
             val_temperature: 0.7,
             timeout_seconds: 3600,
             process: None,
+            container: None,
             local: None,
             evaluator: None,
             reward_source: None,
@@ -110,6 +113,7 @@ impl RolloutSection {
         RolloutConfig {
             timeout_seconds: self.timeout_seconds,
             process: self.process.clone(),
+            container: self.container.clone(),
             local: self.local.clone(),
             evaluator: self.evaluator.clone(),
             reward_source: self.reward_source,
@@ -319,14 +323,20 @@ pub fn check(
     if rollout.val_n == 0 {
         return refuse("rollout.val_n", "is 0; use at least 1");
     }
-    if rollout.process.is_none() && rollout.local.is_none() {
+    let agents = [
+        ("rollout.process", rollout.process.is_some()),
+        ("rollout.local", rollout.local.is_some()),
+        ("rollout.container", rollout.container.is_some()),
+    ];
+    let mut given = agents.iter().filter(|(_, is_given)| *is_given).map(|(key, _)| *key);
+    let Some(agent) = given.next() else {
         return refuse(
             "rollout.process",
             "is missing; say which agent to run, e.g. argv = [\"python3\", \"agent.py\"]",
         );
-    }
-    if rollout.process.is_some() && rollout.local.is_some() {
-        return refuse("rollout.local", "and rollout.process are both given; a rollout runs one agent");
+    };
+    if let Some(second) = given.next() {
+        return refuse(second, &format!("and {agent} are both given; a rollout runs one agent"));
     }
     if actor.ppo_mini_batch_size == Some(0) {
         return refuse("actor.ppo_mini_batch_size", "is 0; leave it out to train on the whole batch at once");

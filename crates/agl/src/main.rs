@@ -67,6 +67,9 @@ enum Command {
     /// Runs one attempt; the controller starts it.
     #[command(hide = true)]
     Supervise(commands::supervise::SuperviseArgs),
+    /// Leads from a container to the gateway; the controller starts it.
+    #[command(hide = true)]
+    Relay(commands::relay::RelayArgs),
 }
 
 impl Command {
@@ -118,6 +121,9 @@ fn main() -> ExitCode {
     if let Command::Supervise(args) = &cli.command {
         return commands::supervise::supervise(args);
     }
+    if let Command::Relay(args) = &cli.command {
+        return commands::relay::relay(args);
+    }
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -153,7 +159,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Init(args) => commands::init::init(&args),
             Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
             Command::Models(command) => commands::models::models(command).await,
-            Command::Supervise(_) => Ok(()),
+            Command::Supervise(_) | Command::Relay(_) => Ok(()),
         }
     });
     if let Some(traces) = traces {

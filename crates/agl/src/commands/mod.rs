@@ -5,6 +5,7 @@ pub mod eval;
 pub mod init;
 pub mod models;
 pub mod quickstart;
+pub mod relay;
 pub mod rollouts;
 pub mod run;
 pub mod sft;
