@@ -244,16 +244,16 @@ impl Shared {
 fn serve(socket: &FilePath, shared: Shared) -> JoinHandle<()> {
     let router = Router::new()
         .route("/version", get(async || Json(json!({"ApiVersion": "1.41"}))))
-        .route("/{v}/images/create", post(pull))
-        .route("/{v}/images/{*name}", get(image))
-        .route("/{v}/containers/json", get(list))
-        .route("/{v}/containers/create", post(create))
-        .route("/{v}/containers/{name}", delete(remove))
-        .route("/{v}/containers/{name}/json", get(inspect))
-        .route("/{v}/containers/{name}/start", post(start))
-        .route("/{v}/containers/{name}/stop", post(stop))
-        .route("/{v}/containers/{name}/wait", post(wait))
-        .route("/{v}/containers/{name}/logs", get(logs))
+        .route("/images/create", post(pull))
+        .route("/images/{*name}", get(image))
+        .route("/containers/json", get(list))
+        .route("/containers/create", post(create))
+        .route("/containers/{name}", delete(remove))
+        .route("/containers/{name}/json", get(inspect))
+        .route("/containers/{name}/start", post(start))
+        .route("/containers/{name}/stop", post(stop))
+        .route("/containers/{name}/wait", post(wait))
+        .route("/containers/{name}/logs", get(logs))
         .with_state(shared);
     let listener = UnixListener::bind(socket).unwrap();
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() })
@@ -265,7 +265,7 @@ fn refuse(code: u16, message: &str) -> Response {
 
 type Asked = Query<HashMap<String, String>>;
 
-async fn image(State(shared): State<Shared>, Path((_, name)): Path<(String, String)>) -> Response {
+async fn image(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
     let name = name.strip_suffix("/json").unwrap().to_owned();
     let inside = shared.inside.lock().unwrap();
     let id = |name: &str| format!("sha256:{name}");
@@ -335,7 +335,7 @@ async fn list(State(shared): State<Shared>, Query(query): Asked) -> Json<Value> 
     Json(found.map(shown).collect())
 }
 
-async fn inspect(State(shared): State<Shared>, Path((_, name)): Path<(String, String)>) -> Response {
+async fn inspect(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
     let inside = shared.inside.lock().unwrap();
     let Some(container) = inside.containers.get(&name) else {
         return refuse(404, &format!("No such container: {name}"));
@@ -345,7 +345,7 @@ async fn inspect(State(shared): State<Shared>, Path((_, name)): Path<(String, St
     Json(json!({"Id": container.id, "Image": image, "Config": config, "State": container.state()})).into_response()
 }
 
-async fn start(State(shared): State<Shared>, Path((_, name)): Path<(String, String)>) -> Response {
+async fn start(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
     shared.act("start", &name, |inside| {
         let container = inside.containers.get_mut(&name).unwrap();
         (container.status, container.started) = ("running", Some(Timestamp::now()));
@@ -353,7 +353,7 @@ async fn start(State(shared): State<Shared>, Path((_, name)): Path<(String, Stri
     })
 }
 
-async fn stop(State(shared): State<Shared>, Path((_, name)): Path<(String, String)>) -> Response {
+async fn stop(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
     shared.act("stop", &name, |inside| {
         if inside.containers[&name].status != "running" {
             return 304;
@@ -363,7 +363,7 @@ async fn stop(State(shared): State<Shared>, Path((_, name)): Path<(String, Strin
     })
 }
 
-async fn remove(State(shared): State<Shared>, Path((_, name)): Path<(String, String)>) -> Response {
+async fn remove(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
     shared.act("remove", &name, |inside| {
         inside.containers.remove(&name);
         204
@@ -371,14 +371,14 @@ async fn remove(State(shared): State<Shared>, Path((_, name)): Path<(String, Str
 }
 
 /// Says nothing until the container has ended.
-async fn wait(State(shared): State<Shared>, Path((_, name)): Path<(String, String)>) -> Response {
+async fn wait(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
     follow(shared, name, |container| match container.status {
         "running" => (String::new(), false),
         _ => (json!({"StatusCode": container.code}).to_string() + "\n", true),
     })
 }
 
-async fn logs(State(shared): State<Shared>, Path((_, name)): Path<(String, String)>) -> Response {
+async fn logs(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
     let mut told = 0;
     follow(shared, name, move |container| {
         let news = container.log[told..].to_vec();
