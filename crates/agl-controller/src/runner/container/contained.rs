@@ -19,6 +19,8 @@ use crate::supervisor::record::{End, NotStarted};
 
 /// When something does not happen after all, such as the end of a container that was stopped.
 const LOOK: Duration = Duration::from_millis(100);
+/// How often in a row the engine may refuse to tell how a container stands.
+const REFUSALS: u32 = 100;
 
 /// One container that is made or watched.
 pub(super) struct Contained {
@@ -63,6 +65,7 @@ impl Contained {
 
     /// Waits for what happens next. May be dropped and called again.
     pub(super) async fn next(&mut self) -> News {
+        let mut refusals = 0;
         loop {
             if !self.made {
                 if let Err(past) = self.make().await {
@@ -76,15 +79,24 @@ impl Contained {
                     let name = &self.plan.name;
                     return News::Over(Past::Lost(format!("its container {name} was removed by somebody else")));
                 }
-                Err(refusal) => {
+                Err(refusal) if refusals < REFUSALS => {
+                    refusals += 1;
                     tracing::debug!(name = self.plan.name, "cannot look at it: {refusal:?}");
                     tokio::time::sleep(LOOK).await;
                     continue;
+                }
+                Err(refusal) => {
+                    let (name, message) = (&self.plan.name, refusal.message());
+                    return News::Over(Past::Lost(format!("the engine does not tell how {name} stands: {message}")));
                 }
             };
             match Seen::of(&container) {
                 Seen::Created => {
                     if let Err(refusal) = self.shared.engine.start(&self.plan.name).await {
+                        let is_gone = matches!(self.shared.engine.container(&self.plan.name).await, Ok(None));
+                        if matches!(refusal, Refusal::NotFound(_)) && is_gone {
+                            continue;
+                        }
                         return News::Over(self.not_started("cannot be started", &refusal));
                     }
                 }

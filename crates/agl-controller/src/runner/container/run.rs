@@ -39,7 +39,7 @@ enum Phase {
     /// The evaluator's container is made or watched.
     Evaluator(Box<Contained>),
     /// All is over.
-    Over(Option<Outcome>),
+    Over(Option<Box<Outcome>>),
 }
 
 impl ContainerRun {
@@ -57,7 +57,7 @@ impl ContainerRun {
     pub(super) fn ended(shared: Arc<Shared>, order: Order, record: ExitRecord) -> Self {
         let mut run = Self::new(shared, order, Phase::Over(None), End::default());
         run.record = record;
-        run.phase = Phase::Over(Some(run.outcome_of_record()));
+        run.phase = Phase::Over(Some(Box::new(run.outcome_of_record())));
         run
     }
 
@@ -171,7 +171,7 @@ impl ContainerRun {
     }
 
     async fn over(&mut self, outcome: Outcome) {
-        self.phase = Phase::Over(Some(outcome));
+        self.phase = Phase::Over(Some(Box::new(outcome)));
         self.shared.clear(&self.names()).await;
     }
 
@@ -280,7 +280,7 @@ impl Run for ContainerRun {
     async fn outcome(&mut self) -> Outcome {
         let unknown = || Outcome::Lost("it was let go before its end was known".to_owned());
         match &mut self.phase {
-            Phase::Over(outcome) => outcome.take().unwrap_or_else(unknown),
+            Phase::Over(outcome) => outcome.take().map_or_else(unknown, |outcome| *outcome),
             _ => unknown(),
         }
     }
