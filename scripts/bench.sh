@@ -8,13 +8,13 @@ run_bench() {
     gateway) need_python; bench_gateway "$@" ;;
     storage) need_python; build_gateway_bench; python3 benches/gateway/run.py storage "$@" --bench "$GATEWAY_BENCH" ;;
     engine) need_python; python3 scripts/parity/run.py bench ;;
-    spawn) cargo run --release --package agl-controller --example spawn_latency -- "$@" ;;
+    controller) need_python; bench_controller "$@" ;;
     *) cat >&2 <<'HELP'
 ./x bench assembly   tokens per second from recorded calls to training rows
 ./x bench gateway    calls per second and what a call waits, next to nginx and the Python server of Agent Lightning v1.0.2
 ./x bench storage    bytes on disk and in memory for each token of rollouts that grow to 128k tokens
 ./x bench engine     training and decoding of the starting policy, next to PyTorch on the same shapes
-./x bench spawn      from a rollout's creation to its process
+./x bench controller from a rollout's creation to its agent's first call, and a cold start next to one from a zygote
 HELP
       [ -z "$name" ] && return 0; exit 2 ;;
   esac
@@ -30,6 +30,14 @@ bench_gateway() {
   have nginx || install_packages nginx || die "nginx is missing"
   build_gateway_bench
   python3 benches/gateway/run.py gateway "$@" --bench "$GATEWAY_BENCH" --python "$python"
+}
+
+bench_controller() {
+  local python
+  source scripts/test.sh
+  python="$(python_environment openai $OPENAI_PACKAGES)"
+  cargo build --release --package controller-bench --target-dir target/bench
+  target/bench/release/controller-bench run --python "$python" "$@"
 }
 
 # Agent Lightning wants Python 3.12. AGL_PYTHON312 names one where python3 is older.

@@ -13,6 +13,7 @@ run_check() {
       python3 benches/gateway/run.py soak "$@" --bench "$GATEWAY_BENCH" ;;
     harnesses) need_rust; need_python; cargo build --release --workspace --bin agl --bin agl-mock-llm; python3 scripts/harnesses/run.py "$@" ;;
     kills) need_rust; check_kills "$@" ;;
+    fleet) need_rust; source scripts/kubernetes.sh; need_kubernetes; check_fleet "$@" ;;
     llamacpp) need_rust; need_python; build; check_llamacpp "$@" ;;
     *) cat >&2 <<'HELP'
 ./x check learning [SEED…]   quickstart on seeds 1, 2 and 3: ≤ 0.45 before, ≥ 0.90 after, ≥ 0.88 on fresh questions, < 300 s
@@ -23,6 +24,7 @@ run_check() {
 ./x check harnesses [NAME…]  Claude Code, Codex, OpenCode, Qwen Code, Hermes, OpenHands (Python 3.12), mini-SWE-agent: captured, with ids, merged
 ./x check schemathesis [N]   the whole HTTP interface as /openapi.json describes it, N made-up requests per operation (default 100)
 ./x check fuzz [SECONDS [TARGET…]]  every fuzzer for so long (default 600); what was found is kept for the next time
+./x check fleet [NAME]       the controller on processes and on Kubernetes: fifty kills each, Jobs deleted, API server and gateway restarted; 5,000 and 500 rollouts at 6,000 a minute
 ./x check kills [postgres | pair]  kill -9 of the gateway, or of either of two, a hundred times under 64 agents: nothing acknowledged is lost, nothing corrupt
 HELP
       [ -z "$name" ] && return 0; exit 2 ;;
@@ -117,6 +119,11 @@ check_kills() {
   esac
   AGL_TEST_KILLS_STORE="$store" AGL_TEST_KILLS_GATEWAYS="$gateways" cargo test --workspace --test binary -- --ignored --nocapture --exact \
     kills::a_hundred_kills_of_the_gateway_lose_nothing_that_was_acknowledged
+}
+
+check_fleet() {
+  cargo test --workspace --test controller -- --ignored --nocapture --test-threads 1 "${1:-rate::}"
+  cargo test --workspace --test binary -- --ignored --nocapture --test-threads 1 "${1:-kubernetes::}"
 }
 
 # The package brings llama.cpp's HTTP server; the model is made here, and tiny.

@@ -31,7 +31,7 @@ need_postgres() {
   fi
   port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   POSTGRES_CONTROL="$programs/pg_ctl"
-  trap stop_postgres EXIT
+  at_exit stop_postgres
   (
     cd "$POSTGRES_FOLDER"
     as_postgres "$programs/initdb" --pgdata data --username agl --auth trust --encoding UTF8 --no-locale --no-sync >initdb.log 2>&1 \

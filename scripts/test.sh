@@ -6,8 +6,11 @@ OPENAI_PACKAGES="openai==3.57.0"
 SDK_PACKAGES="openai==3.57.0 anthropic==2.14.0 google-genai==3.6.1 litellm==1.110.2 langchain-openai==1.7.4 openai-agents==0.24.0"
 SDK_NODE_PACKAGES="openai@6.49.0 @anthropic-ai/sdk@1.14.0"
 
+# Helm's own library: the chart is rendered and installed without the helm program.
+HELM_PACKAGES="helm-python-sdk==0.2.2 pyyaml==6.0.4"
+
 run_tests() {
-  need_rust; need_python; need_nextest; need_postgres
+  need_rust; need_python; need_nextest; need_postgres; need_kubernetes
   export AGL_TEST_OPENAI_PYTHON
   AGL_TEST_OPENAI_PYTHON="$PWD/$(python_environment openai $OPENAI_PACKAGES)"
   export AGL_TEST_SDK_PYTHON AGL_TEST_SDK_NODE
@@ -20,5 +23,6 @@ run_tests() {
   cargo fmt --all --check
   cargo clippy --workspace --all-targets --quiet -- -D warnings
   cargo nextest run --workspace
+  "$(python_environment helm $HELM_PACKAGES)" scripts/manifests/test_manifests.py -q "${CARGO_TARGET_DIR:-target}/debug/agl"
   (cd recipes/calculator && "$AGL_TEST_OPENAI_PYTHON" -m unittest -q)
 }

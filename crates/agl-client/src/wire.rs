@@ -113,7 +113,7 @@ pub struct SequencesResponse {
 }
 
 /// One entry of the stream that [`crate::GatewayClient::watch`] gives.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Change {
     /// Where in the stream it stands; resume from here.
     pub cursor: u64,
@@ -127,7 +127,7 @@ pub struct Change {
 }
 
 /// What happened to a rollout.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ChangeKind {
     /// Nothing yet: it existed, not terminal, when the watch began.

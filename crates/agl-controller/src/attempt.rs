@@ -7,18 +7,21 @@ use agl_client::{AttemptDetail, ClientError, GatewayClient};
 use agl_core::attempt::{AttemptPatch, AttemptState, FailureClass};
 use agl_core::rollout::{Rollout, RolloutState, StatusPatch};
 use serde_json::{Value, json};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use crate::config::ControllerConfig;
 use crate::runner::{Leave, Order, Outcome, Run, Runner, Step, fields};
 use crate::supervisor::record::Answer;
 use crate::verdict::{Calls, NO_CALL, Retry, Stopper, Verdict};
+use crate::work_dir::WorkDir;
 
 /// Why an attempt is to end before its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
     /// The rollout was ended or deleted from outside.
     Ended,
+    /// Somebody asked for another attempt in place of this one.
+    Superseded,
     /// The controller ends.
     Shutdown,
 }
@@ -62,9 +65,15 @@ pub(crate) struct Attempts {
     pub(crate) config: ControllerConfig,
     pub(crate) client: GatewayClient,
     pub(crate) runner: Arc<dyn Runner>,
+    pub(crate) work_dir: Arc<WorkDir>,
     /// Agents go on when the controller ends.
     pub(crate) leave: Leave,
+    /// How many rollouts are taken up at once: after a restart there may be thousands, and file descriptors for hundreds.
+    pub(crate) taking_up: Semaphore,
 }
+
+/// See [`Attempts::taking_up`].
+pub(crate) const TAKING_UP: usize = 32;
 
 impl Due {
     pub(crate) fn first(rollout: Rollout) -> Self {
@@ -80,6 +89,8 @@ impl Attempts {
     /// What a rollout needs of which we only know what the gateway and the runner tell: an earlier controller ran
     /// it, or another one does, or an error tore us away from it.
     pub(crate) async fn take_up(&self, rollout_id: &str) -> Result<Next, ClientError> {
+        // Closed never.
+        let _place = self.taking_up.acquire().await;
         let rollout = self.client.get_rollout(rollout_id).await?.rollout;
         match rollout.status.state {
             // It was being claimed when something went wrong.
@@ -115,10 +126,11 @@ impl Attempts {
             tracing::info!(rollout_id, attempt_id = due.attempt_id(), "taking up what an earlier controller started");
             return Ok(Next::Attempt(Box::new(due)));
         }
-        let verdict = Verdict::lost(format!(
-            "it was lost: the controller was restarted, and {}",
-            self.runner.nothing_at(rollout_id, &last.attempt.attempt_id)
-        ));
+        let nothing = self.runner.nothing_at(rollout_id, &last.attempt.attempt_id);
+        let verdict = Verdict::lost(format!("it was lost: the controller was restarted, and {nothing}"));
+        // One that never came as far as to be reported is our fault alone.
+        let retry = if reported || last.calls > 0 { verdict.retry } else { Retry::Free };
+        let verdict = Verdict { retry, ..verdict };
         self.settle(&due, &verdict).await?;
         self.follow(due, verdict).await
     }
@@ -194,10 +206,23 @@ impl Attempts {
             Err(verdict) => verdict,
         };
         self.settle(&due, &verdict).await?;
-        if *stop.borrow() == Some(Stop::Ended) {
-            return Ok(Next::Nothing);
+        let stopped = *stop.borrow();
+        match stopped {
+            Some(Stop::Ended) => Ok(Next::Nothing),
+            Some(Stop::Superseded) => self.supersede(due).await,
+            Some(Stop::Shutdown) | None => self.follow(due, verdict).await,
         }
-        self.follow(due, verdict).await
+    }
+
+    /// Goes on with the attempt that counts now.
+    async fn supersede(&self, due: Due) -> Result<Next, ClientError> {
+        let rollout = self.client.get_rollout(&due.rollout.rollout_id).await?.rollout;
+        match rollout.current_attempt().parse() {
+            Ok(number) if !rollout.status.state.is_terminal() => {
+                Ok(Next::Attempt(Box::new(Due { number, spent: due.spent, ..Due::first(rollout) })))
+            }
+            _ => Ok(Next::Nothing),
+        }
     }
 
     /// Makes the attempt the one that counts. From here on the rollout is ours.
@@ -231,10 +256,11 @@ impl Attempts {
                 step = run.next() => step,
                 reason = stopped(stop) => {
                     run.end().await;
-                    if reason == Stop::Ended {
-                        return Ok(Verdict::cancelled());
+                    match reason {
+                        Stop::Ended => return Ok(Verdict::cancelled()),
+                        Stop::Superseded => return Ok(Verdict::superseded()),
+                        Stop::Shutdown => stopper = Stopper::Us,
                     }
-                    stopper = Stopper::Us;
                     Step::Exited
                 }
             };

@@ -7,6 +7,7 @@ use agl_core::rollout::EvaluatorConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::error::ControllerError;
+use crate::isolation::{Isolation, Mode};
 use crate::runner::container::ContainerSettings;
 use crate::runner::kubernetes::KubernetesConfig;
 
@@ -28,6 +29,9 @@ pub struct ControllerConfig {
     pub agent_url: Option<String>,
     /// Whether agents get the names that SDKs read by themselves (`OPENAI_BASE_URL`, …) beside the `AGL_*` ones.
     pub sdk_environment: bool,
+    /// How long the folders of rollouts that have ended are kept; for good if absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep_folders_seconds: Option<f64>,
     /// How much is kept of each of an agent's two output streams: its head and its tail.
     pub log_limit_bytes: u64,
     /// How long a process that is to end has between SIGTERM and SIGKILL.
@@ -52,6 +56,31 @@ pub struct ControllerConfig {
     pub kubernetes: KubernetesConfig,
     /// The program with the `supervise` subcommand. Default: this very program.
     pub supervisor: Option<PathBuf>,
+    /// What stands between agents and this machine. Default: nothing.
+    pub isolation: Option<Isolation>,
+    /// Warm starts of Python agents. Default: none, every agent is a fresh interpreter.
+    pub zygote: Option<ZygoteConfig>,
+}
+
+/// A Python that imports once and is forked for every attempt that is a command of the same Python.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ZygoteConfig {
+    /// The modules to import, in this order. None of them may leave a thread running.
+    pub imports: Vec<String>,
+    /// Folders where these are looked for before everywhere else. Agents do not get them into their own `sys.path`.
+    #[serde(default)]
+    pub path: Vec<PathBuf>,
+    /// The Python. Default: the controller's `python`.
+    #[serde(default)]
+    pub python: Option<String>,
+    /// How long the imports may take; attempts wait for them. After that every start is a cold one.
+    #[serde(default = "ready_seconds")]
+    pub ready_seconds: f64,
+}
+
+fn ready_seconds() -> f64 {
+    30.0
 }
 
 /// Where attempts run.
@@ -87,6 +116,7 @@ impl Default for ControllerConfig {
             max_attempts: 3,
             work_dir: PathBuf::from("runs/controller"),
             agent_url: None,
+            keep_folders_seconds: None,
             sdk_environment: true,
             log_limit_bytes: 4 * 1024 * 1024,
             kill_grace_seconds: 5.0,
@@ -100,6 +130,8 @@ impl Default for ControllerConfig {
             container: ContainerSettings::default(),
             kubernetes: KubernetesConfig::default(),
             supervisor: None,
+            zygote: None,
+            isolation: None,
         }
     }
 }
@@ -144,9 +176,29 @@ impl ControllerConfig {
             ("retry_backoff_seconds", self.retry_backoff_seconds),
             ("retry_backoff_cap_seconds", self.retry_backoff_cap_seconds),
             ("resync_seconds", self.resync_seconds),
+            ("keep_folders_seconds", self.keep_folders_seconds.unwrap_or(0.0)),
         ] {
             if !value.is_finite() || value < 0.0 {
                 return refuse(key, value.to_string(), "it must be a number, 0 or more");
+            }
+        }
+        let isolated = self.isolation.as_ref().is_some_and(|isolation| isolation.mode != Mode::None);
+        if isolated && self.zygote.is_some() {
+            let reason = "a forked agent cannot be put behind walls: remove controller.zygote or controller.isolation";
+            return refuse("zygote", "{…}".to_owned(), reason);
+        }
+        if self.runner != RunnerKind::Process && (isolated || self.zygote.is_some()) {
+            let key = if isolated { "isolation" } else { "zygote" };
+            return refuse(key, "{…}".to_owned(), "it is for runner = \"process\"");
+        }
+        if let Some(zygote) = &self.zygote {
+            // They become fields between zero bytes, and an import of nothing is a mistake.
+            if let Some(name) = zygote.imports.iter().find(|name| name.is_empty() || name.contains('\0')) {
+                return refuse("zygote.imports", format!("{name:?}"), "each must be the name of a module");
+            }
+            if !zygote.ready_seconds.is_finite() || zygote.ready_seconds <= 0.0 {
+                let value = zygote.ready_seconds.to_string();
+                return refuse("zygote.ready_seconds", value, "it must be a number of seconds above 0");
             }
         }
         Ok(())
@@ -178,6 +230,30 @@ mod tests {
         assert!(config.check().unwrap_err().to_string().contains("max_concurrent = 0"));
         let config = ControllerConfig { kill_grace_seconds: f64::NAN, ..ControllerConfig::default() };
         assert!(config.check().unwrap_err().to_string().contains("kill_grace_seconds"));
+    }
+
+    #[test]
+    fn a_zygote_needs_its_imports_and_knows_its_keys() {
+        let parse = |text: &str| serde_json::from_str::<ControllerConfig>(text);
+        let zygote = parse(r#"{"zygote": {"imports": ["openai"]}}"#).unwrap().zygote.unwrap();
+        assert_eq!((zygote.imports, zygote.python, zygote.ready_seconds), (vec!["openai".to_owned()], None, 30.0));
+        assert!(parse(r#"{"zygote": {}}"#).unwrap_err().to_string().contains("imports"));
+        assert!(parse(r#"{"zygote": {"imports": [], "pyhton": "x"}}"#).unwrap_err().to_string().contains("pyhton"));
+        let config = parse(r#"{"zygote": {"imports": [""]}}"#).unwrap();
+        assert!(config.check().unwrap_err().to_string().contains("zygote.imports"));
+        let config = parse(r#"{"zygote": {"imports": [], "ready_seconds": 0}}"#).unwrap();
+        assert!(config.check().unwrap_err().to_string().contains("zygote.ready_seconds"));
+    }
+
+    #[test]
+    fn walls_and_warm_starts_exclude_each_other_and_are_for_processes() {
+        let check =
+            |text: &str| serde_json::from_str::<ControllerConfig>(text).unwrap().check().map_err(|it| it.to_string());
+        let both = check(r#"{"zygote": {"imports": []}, "isolation": {}}"#).unwrap_err();
+        assert!(both.contains("controller.zygote") && both.contains("controller.isolation"), "{both}");
+        assert!(check(r#"{"zygote": {"imports": []}, "isolation": {"mode": "none"}}"#).is_ok());
+        let elsewhere = check(r#"{"runner": "kubernetes", "isolation": {}}"#).unwrap_err();
+        assert!(elsewhere.contains("isolation") && elsewhere.contains("process"), "{elsewhere}");
     }
 
     #[test]

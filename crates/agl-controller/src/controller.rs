@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use agl_client::{ClientError, GatewayClient};
 use futures_util::StreamExt;
+use tokio::sync::Semaphore;
 
-use crate::attempt::Attempts;
+use crate::attempt::{Attempts, TAKING_UP};
 use crate::config::{ControllerConfig, RunnerKind};
 use crate::error::ControllerError;
+use crate::plan::{Planned, plan};
 use crate::reconcile::Board;
 use crate::runner::container::ContainerRunner;
 use crate::runner::kubernetes::KubernetesRunner;
@@ -39,14 +41,18 @@ impl Controller {
     /// # Errors
     /// [`ControllerError`] where it cannot begin, or the gateway refuses it.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), ControllerError> {
-        self.config.check()?;
+        self.check()?;
         tokio::pin!(shutdown);
         let work_dir = Arc::new(WorkDir::open(&self.config.work_dir)?);
         loop {
             let leave = Leave::default();
             let runner = self.runner(&work_dir, &leave).await?;
+            let ready = async {
+                runner.elected().await;
+                runner.observe().await;
+            };
             tokio::select! {
-                () = runner.elected() => {}
+                () = ready => {}
                 () = &mut shutdown => return Ok(()),
             }
             tracing::info!(
@@ -54,11 +60,33 @@ impl Controller {
                 "controller started"
             );
             let (config, client) = (self.config.clone(), self.client.clone());
-            match lead(Attempts { config, client, runner, leave }, &mut shutdown).await {
+            let taking_up = Semaphore::new(TAKING_UP);
+            let work_dir = work_dir.clone();
+            match lead(Attempts { config, client, runner, work_dir, leave, taking_up }, &mut shutdown).await {
                 Err(Ended::Deposed) => tracing::warn!("another controller leads now; this one stands by"),
                 Err(Ended::Refused(error)) => return Err(error.into()),
                 Ok(()) => return Ok(()),
             }
+        }
+    }
+
+    /// What [`Controller::run`] would do now. Nothing is changed, and nobody is kept from running.
+    ///
+    /// # Errors
+    /// [`ControllerError`] where it could not begin, or the gateway refuses it.
+    pub async fn plan(self) -> Result<Vec<Planned>, ControllerError> {
+        self.check()?;
+        let work_dir = Arc::new(WorkDir::look(&self.config.work_dir));
+        let runner = self.runner(&work_dir, &Leave::always()).await?;
+        runner.observe().await;
+        Ok(plan(&self.config, &self.client, runner.as_ref()).await?)
+    }
+
+    fn check(&self) -> Result<(), ControllerError> {
+        self.config.check()?;
+        match &self.config.isolation {
+            Some(isolation) => isolation.check(self.config.agent_url.as_deref().unwrap_or(self.client.base_url())),
+            None => Ok(()),
         }
     }
 

@@ -10,6 +10,8 @@ use serde_json::{Map, Value, ser};
 
 use crate::address::AgentAddress;
 use crate::config::ControllerConfig;
+use crate::isolation::{Enclosure, Report};
+use crate::runner::{Host, Order};
 use crate::supervisor::record::{Command, Spec};
 use crate::work_dir::AttemptDir;
 
@@ -59,6 +61,14 @@ pub enum LaunchError {
         /// The path.
         path: String,
     },
+    /// The gateway cannot be reached by an isolated agent.
+    #[error("the agent cannot be isolated with agent_url = {agent_url}: {problem}")]
+    Isolation {
+        /// The gateway as agents reach it.
+        agent_url: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
 }
 
 /// Who is to run, and with which keys.
@@ -79,6 +89,22 @@ pub struct Launch<'a> {
     pub controller_cwd: PathBuf,
 }
 
+impl<'a> Launch<'a> {
+    /// What an order says, in the folder `dir` of its attempt.
+    #[must_use]
+    pub fn new(order: &'a Order, dir: &'a AttemptDir, host: &Host) -> Self {
+        Self {
+            rollout: &order.rollout,
+            attempt_id: &order.attempt_id,
+            key: &order.key,
+            reward_key: &order.reward_key,
+            agent_url: &order.agent_url,
+            dir,
+            controller_cwd: host.cwd.clone(),
+        }
+    }
+}
+
 impl Launch<'_> {
     /// What the supervisor has to run.
     ///
@@ -86,12 +112,22 @@ impl Launch<'_> {
     /// [`LaunchError`], written for whoever configured the rollout.
     pub fn spec(&self, config: &ControllerConfig) -> Result<Spec, LaunchError> {
         let rollout = &self.rollout.config;
-        let agent = match (&rollout.process, &rollout.local) {
-            (Some(process), None) => self.process(process, config)?,
-            (None, Some(local)) => self.local(local, config)?,
+        let isolation = self.enclosure(config)?;
+        // Only the agent's URLs lead through the relay.
+        let inside = Launch {
+            agent_url: isolation.as_ref().map_or(self.agent_url, |isolation| &isolation.inside_url),
+            controller_cwd: self.controller_cwd.clone(),
+            ..*self
+        };
+        let mut agent = match (&rollout.process, &rollout.local) {
+            (Some(process), None) => inside.process(process, config)?,
+            (None, Some(local)) => inside.local(local, config)?,
             (Some(_), Some(_)) => return Err(LaunchError::Ambiguous),
             (None, None) => return Err(LaunchError::NothingToRun),
         };
+        if let Some(isolation) = &isolation {
+            isolation.furnish(&mut agent.env);
+        }
         let evaluator = rollout.evaluator.as_ref().or(config.evaluator.as_ref());
         Ok(Spec {
             evaluator: evaluator.map(|evaluator| self.evaluator(evaluator)).transpose()?,
@@ -99,6 +135,7 @@ impl Launch<'_> {
             input: self.rollout.input.clone(),
             log_limit_bytes: config.log_limit_bytes,
             kill_grace_seconds: config.kill_grace_seconds,
+            isolation,
         })
     }
 
@@ -121,6 +158,7 @@ impl Launch<'_> {
             input: self.rollout.input.clone(),
             log_limit_bytes: config.log_limit_bytes,
             kill_grace_seconds: config.kill_grace_seconds,
+            isolation: None,
         }))
     }
 
@@ -159,6 +197,17 @@ impl Launch<'_> {
             user: text("config.container.user", &container.user)?,
             mounts,
         })
+    }
+
+    fn enclosure(&self, config: &ControllerConfig) -> Result<Option<Enclosure>, LaunchError> {
+        let report = Report {
+            gateway_url: self.agent_url.to_owned(),
+            rollout_id: self.rollout.rollout_id.clone(),
+            attempt_id: self.attempt_id.to_owned(),
+            key: self.key.to_owned(),
+        };
+        let fault = |problem| LaunchError::Isolation { agent_url: self.agent_url.to_owned(), problem };
+        Enclosure::new(config.isolation.as_ref(), report).map_err(fault)
     }
 
     fn process(&self, process: &ProcessConfig, config: &ControllerConfig) -> Result<Command, LaunchError> {

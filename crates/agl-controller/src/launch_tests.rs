@@ -171,7 +171,8 @@ fn a_container_is_read_as_it_is_written_and_an_unknown_key_in_it_is_named() {
     let error = read(json!({"container": {"image": "agent:1", "comand": []}})).unwrap_err().to_string();
     assert!(error.contains("comand"), "{error}");
     assert!(read(json!({"container": {"argv": ["agent"]}})).unwrap_err().to_string().contains("image"));
-    let config = read(json!({"container": {"image": "agent:1", "mounts": [{"source": "/a", "target": "/b"}]}})).unwrap();
+    let config =
+        read(json!({"container": {"image": "agent:1", "mounts": [{"source": "/a", "target": "/b"}]}})).unwrap();
     assert!(!config.container.as_ref().unwrap().mounts[0].writable);
     assert_eq!(read(serde_json::to_value(&config).unwrap()).unwrap(), config);
     let without = read(json!({})).unwrap();

@@ -9,12 +9,15 @@
 //! * [`controller`] — a controller from its beginning to its end.
 //! * [`reconcile`] — the loop: what changed, what is due, who has ended.
 //! * [`pace`] — how fast attempts may begin. Pure.
+//! * [`plan`] — what a controller would do if it were started now.
 //! * [`attempt`] — the life of one attempt, from its keys to its verdict.
 //! * [`runner`] — who runs attempts, and where.
 //! * [`address`] — where an agent finds the gateway. Pure.
 //! * [`launch`] — a rollout's configuration as commands and environments. Pure.
+//! * [`isolation`] — what stands between an agent and the machine, as it is configured. Pure.
 //! * [`verdict`] — whose failure it was, and what follows. Pure.
 //! * [`supervisor`] — the supervisor process.
+//! * [`zygote`] — warm starts: a Python that has imported already is forked for every attempt.
 //! * [`work_dir`] — where everything lies on disk.
 //! * [`process_id`] — a process that cannot be mistaken for a later one of the same number.
 
@@ -23,15 +26,19 @@ pub mod attempt;
 pub mod config;
 pub mod controller;
 pub mod error;
+pub mod isolation;
 pub mod launch;
 pub mod pace;
+pub mod plan;
 pub mod process_id;
 pub mod reconcile;
 pub mod runner;
 pub mod supervisor;
 pub mod verdict;
 pub mod work_dir;
+pub mod zygote;
 
 pub use config::{ControllerConfig, OnShutdown, RunnerKind};
 pub use controller::Controller;
 pub use error::ControllerError;
+pub use isolation::Isolation;

@@ -28,6 +28,12 @@ enum Program {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
     },
+    /// Puts walls around one attempt's agent. The supervisor starts it.
+    #[command(hide = true)]
+    Isolate {
+        /// Which part of the work.
+        part: String,
+    },
 }
 
 #[derive(Debug, clap::Args)]
@@ -47,6 +53,7 @@ fn main() -> anyhow::Result<ExitCode> {
     match Program::parse() {
         Program::Supervise { dir } => Ok(supervisor::main(&dir)),
         Program::Relay { words } => Ok(relay::main(&words)),
+        Program::Isolate { part } => Ok(supervisor::isolation::main(&part)),
         Program::Run(options) => run(&options).map(|()| ExitCode::SUCCESS),
     }
 }

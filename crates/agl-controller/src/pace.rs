@@ -33,8 +33,9 @@ impl Pace {
         if let Some(until) = self.held_until.filter(|until| *until > now) {
             return Err(until);
         }
-        let next = self.next.unwrap_or(now).max(now.checked_sub(self.slack).unwrap_or(now));
-        // `next` lies at most `slack` behind: the bucket is never fuller than its burst.
+        // At most `slack` behind: the bucket is never fuller than its burst.
+        let earliest = now.checked_sub(self.slack).unwrap_or(now);
+        let next = self.next.map_or(earliest, |next| next.max(earliest));
         if next > now {
             return Err(next);
         }

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use agl_client::{Change, ChangeKind, ClientError};
 use agl_core::rollout::{Rollout, RolloutState};
@@ -58,7 +58,8 @@ enum Chore {
 enum Place {
     Waiting((u64, u64)),
     Resting((Instant, u64)),
-    Active(watch::Sender<Option<Stop>>),
+    /// A task has to do with it: with this attempt, or it is about to find out with which.
+    Active(watch::Sender<Option<Stop>>, Option<u32>),
 }
 
 /// The comparison of all that the gateway has with all that we have.
@@ -116,6 +117,12 @@ impl Board {
             self.withdraw(&rollout_id);
             return;
         };
+        if let Some(Place::Active(stop, Some(number))) = self.places.get(&rollout_id)
+            && rollout.current_attempt().parse().is_ok_and(|current: u32| current > *number)
+        {
+            stop.send_if_modified(|reason| reason.is_none() && reason.replace(Stop::Superseded).is_none());
+            return;
+        }
         // Later than in a snapshot `running` is the echo of our own doing, or another controller's.
         if rollout.status.state == RolloutState::Queuing || change.kind == ChangeKind::Snapshot {
             self.note_wanted(rollout);
@@ -154,7 +161,7 @@ impl Board {
         match self.places.get(rollout_id) {
             Some(Place::Waiting(key)) => drop(self.due.remove(key)),
             Some(Place::Resting(key)) => drop(self.resting.remove(key)),
-            Some(Place::Active(stop)) => {
+            Some(Place::Active(stop, _)) => {
                 stop.send_replace(Some(Stop::Ended));
                 return;
             }
@@ -166,7 +173,7 @@ impl Board {
     fn take_up(&mut self, rollout: Rollout) {
         let attempts = self.attempts.clone();
         let rollout_id = rollout.rollout_id;
-        self.spawn(rollout_id.clone(), async move |_| attempts.take_up(&rollout_id).await);
+        self.spawn(rollout_id.clone(), None, async move |_| attempts.take_up(&rollout_id).await);
     }
 
     /// Takes a rollout up again after a while, as the gateway and the runner then tell that it stands.
@@ -174,7 +181,7 @@ impl Board {
         let troubles = self.troubles.entry(rollout_id.clone()).or_default();
         *troubles += 1;
         let (attempts, wait) = (self.attempts.clone(), self.attempts.config.backoff(*troubles));
-        self.spawn(rollout_id.clone(), async move |stop| attempts.take_up_again(&rollout_id, wait, stop).await);
+        self.spawn(rollout_id.clone(), None, async move |stop| attempts.take_up_again(&rollout_id, wait, stop).await);
     }
 
     /// Looks after what the runner still holds of rollouts that nobody here has to do with.
@@ -218,10 +225,11 @@ impl Board {
 
     fn start(&mut self, due: Due) {
         let attempts = self.attempts.clone();
-        self.spawn(due.rollout.rollout_id.clone(), async move |stop| attempts.attempt(due, stop).await);
+        let (rollout_id, number) = (due.rollout.rollout_id.clone(), due.number);
+        self.spawn(rollout_id, Some(number), async move |stop| attempts.attempt(due, stop).await);
     }
 
-    fn spawn<F, T>(&mut self, rollout_id: String, work: F)
+    fn spawn<F, T>(&mut self, rollout_id: String, attempt: Option<u32>, work: F)
     where
         F: FnOnce(watch::Receiver<Option<Stop>>) -> T,
         T: Future<Output = Outcome> + Send + 'static,
@@ -229,7 +237,7 @@ impl Board {
         let (stop, stopped) = watch::channel(None);
         let handle = self.tasks.spawn(work(stopped));
         self.names.insert(handle.id(), rollout_id.clone());
-        self.places.insert(rollout_id, Place::Active(stop));
+        self.places.insert(rollout_id, Place::Active(stop, attempt));
     }
 
     fn note_end(&mut self, ended: Result<(tokio::task::Id, Outcome), tokio::task::JoinError>) {
@@ -241,8 +249,7 @@ impl Board {
             }
         };
         let Some(rollout_id) = self.names.remove(&id) else { return };
-        let ended_from_outside =
-            matches!(self.places.remove(&rollout_id), Some(Place::Active(stop)) if stop.borrow().is_some());
+        let ended_from_outside = matches!(self.places.remove(&rollout_id), Some(Place::Active(stop, _)) if matches!(*stop.borrow(), Some(Stop::Ended | Stop::Shutdown)));
         let outcome = match outcome {
             Some(Ok(next)) => Some(next),
             Some(Err(error)) if error.is_not_found() => Some(Next::Nothing),
@@ -324,10 +331,26 @@ impl Board {
             });
         }
         self.reclaim_strays();
+        self.prune();
+    }
+
+    fn prune(&mut self) {
+        let keep_for =
+            self.attempts.config.keep_folders_seconds.and_then(|keep| Duration::try_from_secs_f64(keep).ok());
+        let Some(before) = keep_for.and_then(|keep| SystemTime::now().checked_sub(keep)) else { return };
+        let (work_dir, keep) = (self.attempts.work_dir.clone(), self.places.keys().cloned().collect());
+        self.chores.spawn_blocking(move || {
+            let pruned = work_dir.prune(&keep, before);
+            if pruned > 0 {
+                tracing::info!(pruned, "deleted the folders of rollouts that ended long ago");
+            }
+            Chore::Done(Ok(Next::Nothing))
+        });
     }
 
     /// Ends or leaves what runs, as configured, and waits for it.
     pub(crate) async fn shut_down(self) {
+        self.attempts.runner.wind_down();
         if self.attempts.config.on_shutdown == OnShutdown::Leave || self.attempts.runner.outlives_us() {
             tracing::info!(running = self.tasks.len(), "controller ends; its agents go on");
             self.leave().await;
@@ -348,7 +371,7 @@ impl Board {
         self.due.clear();
         tracing::info!(running = self.tasks.len(), "controller ends and ends its agents");
         for place in self.places.values() {
-            if let Place::Active(stop) = place {
+            if let Place::Active(stop, _) = place {
                 stop.send_if_modified(|reason| reason.is_none() && reason.replace(Stop::Shutdown).is_none());
             }
         }

@@ -2,6 +2,7 @@
 
 use agl_client::LastCall;
 use agl_core::attempt::FailureClass;
+use nix::sys::signal::Signal;
 
 use crate::supervisor::record::{End, ExitRecord};
 
@@ -112,6 +113,13 @@ impl Verdict {
         if let Some(note) = &agent.note {
             message = format!("{message} ({note})");
         }
+        if agent.out_of_memory {
+            message =
+                format!("{message}; it reached isolation.memory_limit_bytes, and the kernel killed a process of it");
+            if agent.signal == Some(Signal::SIGKILL as i32) {
+                return failed(FailureClass::Agent, message, Retry::Never);
+            }
+        }
         if let Some(last) = calls.last.as_ref().filter(|last| last.failed_upstream()) {
             let status = last.http_status.map_or_else(|| "no answer".to_owned(), |status| format!("status {status}"));
             message = format!("{message} after its last model call ended with {status}");
@@ -170,6 +178,13 @@ impl Verdict {
             exit_code: None,
             retry: Retry::Never,
         }
+    }
+
+    /// Somebody asked for another attempt while it ran.
+    #[must_use]
+    pub fn superseded() -> Self {
+        let message = Some("another attempt was asked for in its place".to_owned());
+        Self { failure: Some(FailureClass::Cancelled), message, exit_code: None, retry: Retry::Never }
     }
 
     /// Somebody ended the rollout while it ran.
@@ -279,6 +294,18 @@ mod tests {
         }
         let record = ExitRecord { agent: exit(0), evaluator: Some(exit(0)) };
         assert_eq!(Verdict::of(&record, Stopper::Us, &calls(None), 60, "", "").failure, None);
+    }
+
+    #[test]
+    fn an_agent_that_ran_out_of_memory_failed_by_itself_whatever_became_of_its_last_call() {
+        let killed = End { signal: Some(9), out_of_memory: true, ..End::default() };
+        let verdict = judge(killed, &calls(Some((503, "error"))));
+        assert_eq!((verdict.failure, verdict.retry), (Some(FailureClass::Agent), Retry::Never));
+        assert!(verdict.message.unwrap().contains("isolation.memory_limit_bytes"));
+        // It lost a process, went on, and failed of something else.
+        let verdict = judge(End { out_of_memory: true, ..exit(1) }, &calls(Some((503, "error"))));
+        assert_eq!(verdict.failure, Some(FailureClass::Infrastructure));
+        assert!(verdict.message.unwrap().contains("isolation.memory_limit_bytes"));
     }
 
     #[test]

@@ -18,9 +18,11 @@
 //!     abandoned                      the controller has given this attempt up; the supervisor must not start it
 //! ```
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -32,8 +34,8 @@ use crate::error::ControllerError;
 pub struct WorkDir {
     root: PathBuf,
     controller_id: String,
-    /// The lock ends with the file.
-    _lock: File,
+    /// The lock ends with the file. `None`: we only look.
+    _lock: Option<File>,
 }
 
 impl WorkDir {
@@ -66,7 +68,15 @@ impl WorkDir {
                 id
             }
         };
-        Ok(Self { root, controller_id, _lock: lock })
+        Ok(Self { root, controller_id, _lock: Some(lock) })
+    }
+
+    /// A work directory that is only looked at; whoever uses it goes on, and one that does not exist is empty.
+    #[must_use]
+    pub fn look(root: &Path) -> Self {
+        let root = root.canonicalize().unwrap_or_else(|_| root.to_owned());
+        let id = std::fs::read_to_string(root.join("controller_id")).unwrap_or_default();
+        Self { root, controller_id: id.trim().to_owned(), _lock: None }
     }
 
     /// Who the attempts in this directory belong to.
@@ -89,6 +99,17 @@ impl WorkDir {
 }
 
 impl WorkDir {
+    /// Deletes the folders of rollouts that were last written to before `before` and are not among those to keep; gives how
+    /// many. What cannot be deleted now is tried again the next time.
+    pub(crate) fn prune(&self, keep: &HashSet<String>, before: SystemTime) -> usize {
+        let keep: HashSet<String> = keep.iter().map(|id| folder_name(id)).collect();
+        let Ok(rollouts) = std::fs::read_dir(self.root.join("rollouts")) else { return 0 };
+        let old = rollouts.flatten().filter(|entry| {
+            !keep.contains(&*entry.file_name().to_string_lossy()) && last_written(&entry.path()) < Some(before)
+        });
+        old.filter(|entry| std::fs::remove_dir_all(entry.path()).is_ok()).count()
+    }
+
     fn mark_path(&self, rollout_id: &str, attempt_id: &str) -> PathBuf {
         self.root.join("running").join(format!("{}@{}", folder_name(rollout_id), folder_name(attempt_id)))
     }
@@ -221,6 +242,14 @@ impl AttemptDir {
     }
 }
 
+/// When anything directly in the attempts of a rollout's folder was last written. `None` where that cannot be told.
+fn last_written(rollout: &Path) -> Option<SystemTime> {
+    let attempts = std::fs::read_dir(rollout).ok()?.flatten();
+    let written = |path: &Path| path.metadata().and_then(|metadata| metadata.modified()).ok();
+    let files = attempts.flat_map(|attempt| std::fs::read_dir(attempt.path()).into_iter().flatten().flatten());
+    files.filter_map(|file| written(&file.path())).max().or_else(|| written(rollout))
+}
+
 /// Writes a record so that a reader sees all of it or nothing, also after a crash.
 ///
 /// # Errors
@@ -290,6 +319,20 @@ mod tests {
         let long = |last: &str| folder_name(&("x".repeat(300) + last));
         assert_ne!(long("1"), long("2"));
         assert!(long("1").len() <= 200);
+    }
+
+    #[test]
+    fn only_old_folders_of_rollouts_that_have_ended_are_pruned() {
+        let folder = tempfile::tempdir().unwrap();
+        let work_dir = WorkDir::open(folder.path()).unwrap();
+        for id in ["old", "runs", "a/b"] {
+            work_dir.attempt(id, "0").create().unwrap();
+        }
+        let keep = HashSet::from(["runs".to_owned(), "a/b".to_owned()]);
+        assert_eq!(work_dir.prune(&keep, SystemTime::now() - std::time::Duration::from_secs(60)), 0);
+        assert_eq!(work_dir.prune(&keep, SystemTime::now() + std::time::Duration::from_secs(60)), 1);
+        let there = |id: &str| work_dir.attempt(id, "0").path().exists();
+        assert_eq!((there("old"), there("runs"), there("a/b")), (false, true, true));
     }
 
     #[test]

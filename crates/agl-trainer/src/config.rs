@@ -4,7 +4,9 @@
 use std::path::PathBuf;
 
 use agl_core::credit::{AdvantageLevel, Estimator, LossAggregation};
-use agl_core::rollout::{ContainerConfig, EvaluatorConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig};
+use agl_core::rollout::{
+    ContainerConfig, EvaluatorConfig, K8sConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig,
+};
 use agl_core::trajectory::Level;
 use agl_core::trajectory::sequence::LengthLimits;
 use agl_engine::{LossConfig, OptimConfig};
@@ -80,6 +82,8 @@ pub struct RolloutSection {
     pub container: Option<ContainerConfig>,
     /// The agent as a Python class, as Agent Lightning v1.0 starts it.
     pub local: Option<LocalConfig>,
+    /// The agent as a Kubernetes Job.
+    pub k8s: Option<K8sSection>,
     /// The command that judges the result and posts the reward.
     pub evaluator: Option<EvaluatorConfig>,
     /// `"evaluator"`: the agent may not post its own reward.
@@ -99,11 +103,24 @@ impl Default for RolloutSection {
             process: None,
             container: None,
             local: None,
+            k8s: None,
             evaluator: None,
             reward_source: None,
             max_attempts: None,
         }
     }
+}
+
+/// `[rollout.k8s]`: the template of a Job.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct K8sSection {
+    /// The template itself, Jinja that renders one Job; it travels in each rollout.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job_template: Option<String>,
+    /// The file it stands in; read when the run file is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job_template_path: Option<PathBuf>,
 }
 
 impl RolloutSection {
@@ -115,6 +132,7 @@ impl RolloutSection {
             process: self.process.clone(),
             container: self.container.clone(),
             local: self.local.clone(),
+            k8s: self.k8s.as_ref().map(|k8s| K8sConfig { job_template: k8s.job_template.clone() }),
             evaluator: self.evaluator.clone(),
             reward_source: self.reward_source,
             max_attempts: self.max_attempts,
@@ -327,16 +345,23 @@ pub fn check(
         ("rollout.process", rollout.process.is_some()),
         ("rollout.local", rollout.local.is_some()),
         ("rollout.container", rollout.container.is_some()),
+        ("rollout.k8s", rollout.k8s.is_some()),
     ];
-    let mut given = agents.iter().filter(|(_, is_given)| *is_given).map(|(key, _)| *key);
-    let Some(agent) = given.next() else {
+    let mut given = agents.iter().filter(|(_, given)| *given);
+    if given.next().is_none() {
         return refuse(
             "rollout.process",
             "is missing; say which agent to run, e.g. argv = [\"python3\", \"agent.py\"]",
         );
-    };
-    if let Some(second) = given.next() {
-        return refuse(second, &format!("and {agent} are both given; a rollout runs one agent"));
+    }
+    if let Some((key, _)) = given.next() {
+        return refuse(
+            key,
+            "is not the only agent given; a rollout runs one: rollout.process, rollout.local, rollout.container or rollout.k8s",
+        );
+    }
+    if rollout.k8s.as_ref().is_some_and(|k8s| k8s.job_template.is_none()) {
+        return refuse("rollout.k8s", "has no job_template and no job_template_path");
     }
     if actor.ppo_mini_batch_size == Some(0) {
         return refuse("actor.ppo_mini_batch_size", "is 0; leave it out to train on the whole batch at once");

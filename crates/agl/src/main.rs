@@ -64,12 +64,17 @@ enum Command {
     /// Serve a model directory, or change what the gateway knows of model servers.
     #[command(subcommand)]
     Models(commands::models::ModelsCommand),
+    /// Kubernetes manifests of gateway and controller, NetworkPolicies included.
+    Manifests(commands::manifests::ManifestsArgs),
     /// Runs one attempt; the controller starts it.
     #[command(hide = true)]
     Supervise(commands::supervise::SuperviseArgs),
     /// Leads from a container to the gateway; the controller starts it.
     #[command(hide = true)]
     Relay(commands::relay::RelayArgs),
+    /// Puts walls around one attempt's agent; the supervisor starts it.
+    #[command(hide = true)]
+    Isolate(commands::isolate::IsolateArgs),
 }
 
 impl Command {
@@ -124,6 +129,10 @@ fn main() -> ExitCode {
     if let Command::Relay(args) = &cli.command {
         return commands::relay::relay(args);
     }
+    // Namespaces are made by a process with a single thread.
+    if let Command::Isolate(args) = &cli.command {
+        return commands::isolate::isolate(args);
+    }
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -159,7 +168,8 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Init(args) => commands::init::init(&args),
             Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
             Command::Models(command) => commands::models::models(command).await,
-            Command::Supervise(_) | Command::Relay(_) => Ok(()),
+            Command::Manifests(args) => commands::manifests::manifests(&args),
+            Command::Supervise(_) | Command::Isolate(_) | Command::Relay(_) => Ok(()),
         }
     });
     if let Some(traces) = traces {

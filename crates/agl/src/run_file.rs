@@ -69,6 +69,7 @@ impl RunFile {
             let folder = std::path::absolute(folder)?;
             file.anchor(&folder);
         }
+        file.read_job_template()?;
         Ok(file)
     }
 
@@ -103,6 +104,8 @@ impl RunFile {
         join(&mut self.trainer.default_local_dir);
         join(&mut self.controller.work_dir);
         self.controller.supervisor.iter_mut().chain(&mut self.controller.container.relay).for_each(join);
+        self.controller.zygote.iter_mut().flat_map(|zygote| &mut zygote.path).for_each(join);
+        self.controller.isolation.iter_mut().for_each(|isolation| isolation.anchor(folder));
         self.data.train_files.iter_mut().chain(&mut self.data.val_files).for_each(join);
         if let Some(path) = store_path(&self.gateway.store) {
             self.gateway.store = format!("sqlite:{}", folder.join(path).display());
@@ -126,9 +129,25 @@ impl RunFile {
                 }
             }
         }
+        let k8s = self.rollout.k8s.iter_mut().filter_map(|k8s| k8s.job_template_path.as_mut());
+        k8s.chain(&mut self.controller.kubernetes.kubeconfig).for_each(join);
         for evaluator in self.rollout.evaluator.iter_mut().chain(&mut self.controller.evaluator) {
             evaluator.argv.iter_mut().chain(evaluator.env.values_mut()).for_each(fill);
         }
+    }
+
+    /// A Job's template travels as text, also into the settings of the run: what it trained with stays known.
+    fn read_job_template(&mut self) -> anyhow::Result<()> {
+        let Some(k8s) = &mut self.rollout.k8s else { return Ok(()) };
+        let Some(path) = k8s.job_template_path.take() else { return Ok(()) };
+        if k8s.job_template.is_some() {
+            return Err(usage("rollout.k8s has both job_template and job_template_path: remove one of them"));
+        }
+        let text = std::fs::read_to_string(&path).map_err(|error| {
+            usage(format!("rollout.k8s.job_template_path: cannot read {}: {error}", path.display()))
+        })?;
+        k8s.job_template = Some(text);
+        Ok(())
     }
 
     /// The trainer's part.

@@ -25,6 +25,7 @@ use async_trait::async_trait;
 use serde_json::{Map, Value};
 use tokio::time::Instant;
 
+use crate::launch::LaunchError;
 use crate::supervisor::record::{Answer, End, ExitRecord};
 use crate::verdict::Verdict;
 
@@ -89,10 +90,16 @@ pub trait Runner: Debug + Send + Sync {
     /// Waits until this controller is the one that acts, where several stand by.
     async fn elected(&self) {}
 
+    /// Begins to see what there is, and waits until all of it has been seen once.
+    async fn observe(&self) {}
+
     /// Waits until another controller acts in our place.
     async fn deposed(&self) {
         std::future::pending().await
     }
+
+    /// Nothing more will be started: what a start may be waiting for is given up.
+    fn wind_down(&self) {}
 
     /// Lets another controller act at once.
     async fn resign(&self) {}
@@ -102,6 +109,12 @@ pub trait Runner: Debug + Send + Sync {
         let _ = (rollout_id, attempt_id);
         None
     }
+
+    /// What [`Runner::start`] would start: a command, or a manifest.
+    ///
+    /// # Errors
+    /// [`LaunchError`] where it cannot be run as it is configured.
+    fn preview(&self, order: &Order) -> Result<Value, LaunchError>;
 
     /// Starts an attempt.
     ///

@@ -1,6 +1,6 @@
 //! Attempts as processes of this host, each under a supervisor of its own.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use agl_client::AttemptDetail;
@@ -11,10 +11,11 @@ use serde_json::{Map, Value, json};
 use super::supervised::{Supervised, tail};
 use super::{Host, Leave, Order, Outcome, Run, Runner, Step};
 use crate::config::ControllerConfig;
-use crate::launch::Launch;
-use crate::supervisor::record::{Answer, Event};
+use crate::launch::{Launch, LaunchError};
+use crate::supervisor::record::{Answer, Event, Spec};
 use crate::verdict::Verdict;
 use crate::work_dir::{AttemptDir, WorkDir};
+use crate::zygote::Zygote;
 
 /// Beyond its grace a supervisor gets this long before it is killed itself.
 const SUPERVISOR_GRACE: Duration = Duration::from_secs(10);
@@ -26,13 +27,19 @@ pub struct ProcessRunner {
     work_dir: Arc<WorkDir>,
     host: Host,
     leave: Leave,
+    /// For warm starts, from the moment when this controller acts.
+    zygote: OnceLock<Option<Zygote>>,
 }
 
 impl ProcessRunner {
     /// One that keeps what it knows in `work_dir`.
     #[must_use]
     pub fn new(config: ControllerConfig, work_dir: Arc<WorkDir>, host: Host, leave: Leave) -> Self {
-        Self { config, work_dir, host, leave }
+        Self { config, work_dir, host, leave, zygote: OnceLock::new() }
+    }
+
+    fn zygote(&self) -> Option<&Zygote> {
+        self.zygote.get().and_then(Option::as_ref)
     }
 
     fn run(&self, supervised: Supervised, dir: AttemptDir) -> ProcessRun {
@@ -68,21 +75,36 @@ impl Runner for ProcessRunner {
         2 * std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
     }
 
+    /// Begins with the imports: by the first attempt they are done.
+    async fn elected(&self) {
+        self.zygote.get_or_init(|| {
+            let zygote = self.config.zygote.as_ref()?;
+            Zygote::start(zygote, &self.config.python, &self.host.cwd)
+        });
+    }
+
+    fn wind_down(&self) {
+        if let Some(zygote) = self.zygote() {
+            zygote.end();
+        }
+    }
+
+    fn preview(&self, order: &Order) -> Result<Value, LaunchError> {
+        let dir = self.work_dir.attempt(&order.rollout.rollout_id, &order.attempt_id);
+        let Spec { agent, evaluator, .. } = Launch::new(order, &dir, &self.host).spec(&self.config)?;
+        Ok(json!({"agent": agent, "evaluator": evaluator}))
+    }
+
     async fn start(&self, order: Order) -> Result<Box<dyn Run>, Verdict> {
-        let Order { rollout, attempt_id, key, reward_key, agent_url } = &order;
+        let Order { rollout, attempt_id, .. } = &order;
         let dir = self.work_dir.attempt(&rollout.rollout_id, attempt_id);
-        let launch = Launch {
-            rollout,
-            attempt_id,
-            key,
-            reward_key,
-            agent_url,
-            dir: &dir,
-            controller_cwd: self.host.cwd.clone(),
-        };
-        let spec = launch.spec(&self.config).map_err(|error| Verdict::misconfigured(error.to_string()))?;
+        let spec = Launch::new(&order, &dir, &self.host).spec(&self.config);
+        let spec = spec.map_err(|error| Verdict::misconfigured(error.to_string()))?;
         let started = match self.work_dir.mark(&rollout.rollout_id, attempt_id) {
-            Ok(()) => Supervised::start(self.config.supervisor.as_deref(), &dir, &spec, self.leave.clone()).await,
+            Ok(()) => {
+                let program = self.config.supervisor.as_deref();
+                Supervised::start(program, &dir, &spec, self.leave.clone(), self.zygote()).await
+            }
             Err(error) => Err(error),
         };
         match started {
@@ -144,7 +166,7 @@ impl Run for ProcessRun {
                 Step::Started { about }
             }
             Some(Event::AgentEnded { end }) => Step::AgentEnded(end),
-            Some(Event::Failed { .. }) | None => Step::Exited,
+            Some(Event::Note { .. } | Event::Failed { .. }) | None => Step::Exited,
         }
     }
 

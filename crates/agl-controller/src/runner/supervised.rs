@@ -1,22 +1,28 @@
 //! The controller's end of a supervisor: one that it started, or one that an earlier controller left.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
-use tokio::process::{Child, ChildStdin, ChildStdout};
+use tokio::net::unix::pipe;
+use tokio::process::Child;
 
 use super::Leave;
 use crate::process_id::ProcessId;
 use crate::supervisor::record::{Answer, Event, ExitRecord, Spec};
 use crate::work_dir::{AttemptDir, read_record};
+use crate::zygote::Zygote;
 
 /// How often the records of a supervisor are looked at that is not our child.
 const LOOK: Duration = Duration::from_millis(200);
+/// The same for the end of one that has closed its pipes.
+const LAST_LOOK: Duration = Duration::from_millis(5);
 /// How much of a log goes into an error message.
 const TAIL: u64 = 600;
 
@@ -37,18 +43,40 @@ pub struct Supervised {
 /// The pipes to a supervisor that we started.
 #[derive(Debug)]
 struct Link {
-    child: Child,
-    lines: Lines<BufReader<ChildStdout>>,
-    stdin: Option<ChildStdin>,
+    /// `None` where the zygote forked it.
+    child: Option<Child>,
+    lines: Lines<BufReader<pipe::Receiver>>,
+    stdin: pipe::Sender,
 }
 
 impl Supervised {
-    /// Starts a supervisor and tells it what to run.
+    /// Starts a supervisor and tells it what to run; warm where there is a zygote and the agent is for it.
     ///
     /// # Errors
     /// Why the supervisor itself could not be started.
-    pub async fn start(program: Option<&Path>, dir: &AttemptDir, spec: &Spec, leave: Leave) -> io::Result<Self> {
+    pub async fn start(
+        program: Option<&Path>,
+        dir: &AttemptDir,
+        spec: &Spec,
+        leave: Leave,
+        zygote: Option<&Zygote>,
+    ) -> io::Result<Self> {
         dir.create()?;
+        let supervised = |process, link| {
+            let (dir, leave) = (dir.clone(), leave.clone());
+            Self { dir, process, link: Some(link), complaint: None, agent_end_seen: false, leave }
+        };
+        if let Some(zygote) = zygote
+            && let Some(forked) = zygote.supervisor(program, dir, &spec.agent).await
+        {
+            let link = Link { child: None, lines: BufReader::new(forked.stdout).lines(), stdin: forked.stdin };
+            let mut warm = supervised(ProcessId::of(forked.pid), link);
+            match warm.say(spec).await {
+                Ok(()) => return Ok(warm),
+                // Nobody holds the other end any more: it has ended, and without orders it did nothing.
+                Err(error) => tracing::warn!(dir = %dir.path().display(), %error, "a warm start failed, starting cold"),
+            }
+        }
         // The running program itself, even where its file has been replaced since: both ends speak the same version.
         let mut command = tokio::process::Command::new(program.unwrap_or(Path::new("/proc/self/exe")));
         command.arg0("agl").arg("supervise").arg(dir.path());
@@ -63,12 +91,12 @@ impl Supervised {
         let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(io::Error::other("the supervisor has no pipes"));
         };
+        let stdin = pipe::Sender::from_owned_fd(stdin.into_owned_fd()?)?;
+        let stdout = pipe::Receiver::from_owned_fd(stdout.into_owned_fd()?)?;
         let process = child.id().and_then(|pid| ProcessId::of(i32::try_from(pid).ok()?));
-        let link = Link { child, lines: BufReader::new(stdout).lines(), stdin: Some(stdin) };
-        let mut supervised =
-            Self { dir: dir.clone(), process, link: Some(link), complaint: None, agent_end_seen: false, leave };
-        supervised.say(spec).await?;
-        Ok(supervised)
+        let mut cold = supervised(process, Link { child: Some(child), lines: BufReader::new(stdout).lines(), stdin });
+        cold.say(spec).await?;
+        Ok(cold)
     }
 
     /// Takes up the supervisor of an attempt that an earlier controller started, or only its record where it has ended.
@@ -128,6 +156,7 @@ impl Supervised {
         let link = self.link.as_mut()?;
         while let Ok(Some(line)) = link.lines.next_line().await {
             match serde_json::from_str(&line) {
+                Ok(Event::Note { message }) => note_once(message),
                 Ok(Event::Failed { message }) => self.complaint = Some(message),
                 Ok(event) => return Some(event),
                 Err(error) => {
@@ -135,8 +164,17 @@ impl Supervised {
                 }
             }
         }
-        if let Err(error) = link.child.wait().await {
-            tracing::warn!(dir = %self.dir.path().display(), %error, "cannot wait for a supervisor");
+        match &mut link.child {
+            Some(child) => {
+                if let Err(error) = child.wait().await {
+                    tracing::warn!(dir = %self.dir.path().display(), %error, "cannot wait for a supervisor");
+                }
+            }
+            None => {
+                while self.process.is_some_and(|process| process.is_alive()) {
+                    tokio::time::sleep(LAST_LOOK).await;
+                }
+            }
         }
         None
     }
@@ -165,10 +203,10 @@ impl Supervised {
     }
 
     async fn say(&mut self, words: &impl serde::Serialize) -> io::Result<()> {
-        let Some(stdin) = self.link.as_mut().and_then(|link| link.stdin.as_mut()) else { return Ok(()) };
+        let Some(link) = &mut self.link else { return Ok(()) };
         let mut line = serde_json::to_vec(words)?;
         line.push(b'\n');
-        stdin.write_all(&line).await
+        link.stdin.write_all(&line).await
     }
 
     /// Asks the supervisor to end the agent.
@@ -208,6 +246,16 @@ impl Drop for Supervised {
         if !self.leave.is_set() {
             self.terminate();
         }
+    }
+}
+
+/// What a machine does not have it does not have for any attempt: each such thing is said once.
+fn note_once(message: String) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if !said.contains(&message) {
+        tracing::warn!("{message}");
+        said.insert(message);
     }
 }
 

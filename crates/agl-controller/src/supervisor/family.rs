@@ -12,8 +12,10 @@ use nix::unistd::Pid;
 use tokio::process::Child;
 use tokio::task::JoinHandle;
 
+use super::isolation::Ear;
 use super::log::{LimitedLog, keep};
 use super::record::{Command, NotStarted};
+use super::warm::{self, Forked, WarmAgent};
 use crate::process_id::descendants;
 
 /// How often a dying family is looked at.
@@ -23,12 +25,54 @@ const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
 /// A running process with its logs. It leads a process group of its own.
 pub struct Family {
-    child: Child,
+    leader: Leader,
     group: Pid,
     logs: Vec<JoinHandle<io::Result<()>>>,
+    /// Where the child is the stage of an isolated agent: what is heard of the agent itself.
+    inside: Option<Ear>,
+}
+
+/// The process itself: one that we started, or one that was forked for us.
+enum Leader {
+    Started(Child),
+    Forked(Forked),
+}
+
+impl Leader {
+    async fn wait(&mut self) -> io::Result<ExitStatus> {
+        match self {
+            Self::Started(child) => child.wait().await,
+            Self::Forked(child) => child.wait().await,
+        }
+    }
+
+    fn try_wait(&mut self) -> io::Result<Option<ExitStatus>> {
+        match self {
+            Self::Started(child) => child.try_wait(),
+            Self::Forked(child) => child.try_wait(),
+        }
+    }
 }
 
 impl Family {
+    /// Has a process that was forked for us run the command, as [`Family::start`] would.
+    ///
+    /// # Errors
+    /// Why it cannot; nothing of the command has been run.
+    pub async fn begin(
+        agent: WarmAgent,
+        command: &Command,
+        stdout: &Path,
+        stderr: &Path,
+        limit: u64,
+    ) -> io::Result<Self> {
+        let logs = (LimitedLog::create(stdout, limit)?, LimitedLog::create(stderr, limit)?);
+        let (leader, stdout, stderr) = agent.begin(command).await?;
+        let group = Pid::from_raw(leader.pid());
+        let keepers = vec![tokio::spawn(keep(stdout, logs.0)), tokio::spawn(keep(stderr, logs.1))];
+        Ok(Self { leader: Leader::Forked(leader), group, logs: keepers, inside: None })
+    }
+
     /// Starts a process whose output goes to the two logs.
     ///
     /// # Errors
@@ -40,22 +84,32 @@ impl Family {
             let message = format!("cannot start {program:?}: its working directory {folder} does not exist");
             return Err(NotStarted { message, permanent: true });
         }
+        let mut process = tokio::process::Command::new(program);
+        process.args(command.argv.iter().skip(1)).env_remove(warm::VARIABLE).envs(&command.env);
+        process.current_dir(&command.cwd).stdin(Stdio::null());
+        Self::spawn(process, program, stdout, stderr, limit)
+    }
+
+    /// Starts `process`, called `name` where it does not start, whose output goes to the two logs.
+    pub(super) fn spawn(
+        mut process: tokio::process::Command,
+        name: &str,
+        stdout: &Path,
+        stderr: &Path,
+        limit: u64,
+    ) -> Result<Self, NotStarted> {
         let logs = LimitedLog::create(stdout, limit)
             .and_then(|stdout| Ok((stdout, LimitedLog::create(stderr, limit)?)))
             .map_err(|error| {
                 let message = format!("cannot write logs beside {}: {error}", stdout.display());
                 NotStarted { message, permanent: false }
             })?;
-        let mut child = tokio::process::Command::new(program)
-            .args(command.argv.iter().skip(1))
-            .envs(&command.env)
-            .current_dir(&command.cwd)
-            .stdin(Stdio::null())
+        let mut child = process
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0)
             .spawn()
-            .map_err(|error| not_started(program, &error))?;
+            .map_err(|error| not_started(name, &error))?;
         let mut keepers = Vec::new();
         if let Some(stream) = child.stdout.take() {
             keepers.push(tokio::spawn(keep(stream, logs.0)));
@@ -64,7 +118,12 @@ impl Family {
             keepers.push(tokio::spawn(keep(stream, logs.1)));
         }
         let group = child.id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or_default();
-        Ok(Self { child, group: Pid::from_raw(group), logs: keepers })
+        Ok(Self { leader: Leader::Started(child), group: Pid::from_raw(group), logs: keepers, inside: None })
+    }
+
+    /// From now on the process itself is the agent that `inside` tells of.
+    pub(super) fn enclose(&mut self, inside: Ear) {
+        self.inside = Some(inside);
     }
 
     /// The number of the process, which is that of its group.
@@ -73,8 +132,15 @@ impl Family {
     }
 
     /// Waits for the process itself; what it left behind may still run.
-    pub async fn wait(&mut self) -> io::Result<ExitStatus> {
-        self.child.wait().await
+    pub async fn wait(&mut self) -> io::Result<()> {
+        if let Some(inside) = &mut self.inside
+            && inside.agent_ended().await
+        {
+            // Where nothing is left behind the rest ends at once.
+            let _ = tokio::time::timeout(LOOK, self.leader.wait()).await;
+            return Ok(());
+        }
+        self.leader.wait().await.map(drop)
     }
 
     /// Ends what still runs of the family: asks, waits up to `grace`, kills. Then closes the logs.
@@ -82,8 +148,8 @@ impl Family {
         let began = Instant::now();
         let mut asked = false;
         loop {
-            // Until tokio has reaped the process itself it is ours alone to wait for.
-            let status = self.child.try_wait()?;
+            // Until the process itself has been waited for, nothing else may be.
+            let status = self.leader.try_wait()?;
             if status.is_some() {
                 reap_orphans();
             }
@@ -99,7 +165,7 @@ impl Family {
             }
             tokio::time::sleep(LOOK).await;
         }
-        let status = self.child.try_wait()?;
+        let status = self.leader.try_wait()?;
         for log in self.logs {
             match tokio::time::timeout(LAST_OUTPUT, log).await {
                 Ok(Ok(outcome)) => {
@@ -108,6 +174,11 @@ impl Family {
                 Ok(Err(error)) => return Err(io::Error::other(error)),
                 Err(_) => return Err(io::Error::other("a process that cannot be killed keeps a log open")),
             }
+        }
+        if let Some(mut inside) = self.inside {
+            // All that could say more is dead.
+            let _ = tokio::time::timeout(LAST_OUTPUT, inside.agent_ended()).await;
+            return Ok(inside.status().or(status));
         }
         Ok(status)
     }
@@ -134,7 +205,8 @@ fn reap_orphans() {
     }
 }
 
-fn not_started(program: &str, error: &io::Error) -> NotStarted {
+/// Why a program does not start.
+pub(super) fn not_started(program: &str, error: &io::Error) -> NotStarted {
     let (remedy, permanent) = match error.kind() {
         io::ErrorKind::NotFound => ("there is no such program; install it, or correct the first word of argv", true),
         io::ErrorKind::PermissionDenied => ("it may not be executed; check its permissions", true),

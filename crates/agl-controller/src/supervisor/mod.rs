@@ -8,11 +8,15 @@
 //!
 //! * [`record`] — what is said between controller and supervisor.
 //! * [`family`] — a process and everything that came from it.
+//! * [`isolation`] — walls around the agent.
+//! * [`warm`] — an agent that a zygote forked, which waits for its command.
 //! * [`log`] — an output stream kept up to a limit.
 
 pub mod family;
+pub mod isolation;
 pub mod log;
 pub mod record;
+pub mod warm;
 
 use std::io;
 use std::os::fd::AsFd;
@@ -26,7 +30,9 @@ use tokio::net::unix::pipe;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use self::family::Family;
-use self::record::{Answer, Command, End, Event, ExitRecord, Spec};
+use self::isolation::Walls;
+use self::record::{Answer, Command, End, Event, ExitRecord, NotStarted, Spec};
+use self::warm::WarmAgent;
 use crate::process_id::ProcessId;
 use crate::work_dir::{AttemptDir, write_record};
 
@@ -43,12 +49,16 @@ pub fn main(dir: &Path) -> ExitCode {
     match supervised {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Standard error is `supervisor.log`.
-            use std::io::Write;
-            let _ = writeln!(io::stderr(), "agl supervisor of {}: {error}", dir.path().display());
+            complain(&dir, &error.to_string());
             ExitCode::FAILURE
         }
     }
+}
+
+fn complain(dir: &AttemptDir, message: &str) {
+    // Standard error is `supervisor.log`.
+    use std::io::Write;
+    let _ = writeln!(io::stderr(), "agl supervisor of {}: {message}", dir.path().display());
 }
 
 fn prepare_process() -> io::Result<()> {
@@ -115,11 +125,18 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
     let limit = spec.log_limit_bytes;
 
     let started = Instant::now();
-    let agent = match Family::start(&spec.agent, &dir.stdout(), &dir.stderr(), limit) {
-        Ok(family) => {
+    let agent = match start(&spec, dir).await {
+        Ok((family, walls)) => {
             write_record(&dir.agent(), &ProcessId::of(family.pid()))?;
             controller.tell(&Event::Started { pid: family.pid() }).await;
-            run(family, &spec.agent, grace, &mut stop, started).await?
+            for message in walls.iter().flat_map(|walls| walls.notes.clone()) {
+                controller.tell(&Event::Note { message }).await;
+            }
+            let mut end = run(family, &spec.agent, grace, &mut stop, started).await?;
+            if let Some(walls) = walls {
+                walls.take_down(&mut end).await;
+            }
+            end
         }
         Err(reason) => End { not_started: Some(reason), ..End::default() },
     };
@@ -134,6 +151,33 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
         }
     }
     write_record(&dir.exit(), &record)
+}
+
+async fn start(spec: &Spec, dir: &AttemptDir) -> Result<(Family, Option<Walls>), NotStarted> {
+    let limit = spec.log_limit_bytes;
+    match &spec.isolation {
+        Some(enclosure) => {
+            let (family, walls) = isolation::start(&spec.agent, enclosure, dir, limit).await?;
+            Ok((family, Some(walls)))
+        }
+        None => Ok((start_open(&spec.agent, dir, limit).await?, None)),
+    }
+}
+
+/// Warm where an agent waits for its command, else cold.
+async fn start_open(command: &Command, dir: &AttemptDir, limit: u64) -> Result<Family, NotStarted> {
+    let (stdout, stderr) = (dir.stdout(), dir.stderr());
+    let warm = match WarmAgent::inherited() {
+        Ok(Some(agent)) => Some(Family::begin(agent, command, &stdout, &stderr, limit).await),
+        Ok(None) => None,
+        Err(error) => Some(Err(error)),
+    };
+    match warm {
+        Some(Ok(family)) => return Ok(family),
+        Some(Err(error)) => complain(dir, &format!("the agent is started cold: {error}")),
+        None => {}
+    }
+    Family::start(command, &stdout, &stderr, limit)
 }
 
 /// The evaluator's command, with what is known only now.

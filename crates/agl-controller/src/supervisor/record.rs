@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::isolation::Enclosure;
+
 /// All that a supervisor needs. It comes on its standard input, one line, so that no key lies on disk or in a command line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spec {
@@ -19,6 +21,9 @@ pub struct Spec {
     pub log_limit_bytes: u64,
     /// Between SIGTERM and SIGKILL.
     pub kill_grace_seconds: f64,
+    /// The walls around the agent; the evaluator runs outside.
+    #[serde(default)]
+    pub isolation: Option<Enclosure>,
 }
 
 /// A process to run.
@@ -47,6 +52,11 @@ pub enum Event {
     AgentEnded {
         /// How it ended.
         end: End,
+    },
+    /// Something that this machine does not have, and that is no reason to give up.
+    Note {
+        /// What, for a person.
+        message: String,
     },
     /// The supervisor gives up; there will be no exit record.
     Failed {
@@ -81,6 +91,9 @@ pub struct End {
     /// What else there is to say about its end, such as that it ran out of memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
+    /// The kernel killed one of its processes because its memory limit was reached.
+    #[serde(default)]
+    pub out_of_memory: bool,
     /// How long it ran.
     pub seconds: f64,
 }

@@ -27,6 +27,8 @@ pub enum Kubelet {
     Test,
     /// Every pod that has its Secret succeeds after this time.
     Succeeds(Duration),
+    /// The same at once, and after this time the Job's time to live is over.
+    Vanishes(Duration),
 }
 
 #[derive(Default)]
@@ -75,7 +77,8 @@ impl FakeCluster {
                 .route(&format!("{prefix}/namespaces/{{namespace}}/{{plural}}"), collection.clone())
                 .route(&format!("{prefix}/namespaces/{{namespace}}/{{plural}}/{{name}}"), object.clone());
         }
-        let router = router.route("/api/v1/namespaces/{namespace}/pods/{name}/log", get(log)).with_state(shared.clone());
+        let router =
+            router.route("/api/v1/namespaces/{namespace}/pods/{name}/log", get(log)).with_state(shared.clone());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let task = tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
@@ -291,9 +294,10 @@ impl Inside {
     }
 
     fn pods_of(&self, job: &str) -> Vec<String> {
-        let of = self.objects.iter().filter(|((plural, _), object)| {
-            plural == "pods" && object["metadata"]["labels"]["job-name"] == job
-        });
+        let of = self
+            .objects
+            .iter()
+            .filter(|((plural, _), object)| plural == "pods" && object["metadata"]["labels"]["job-name"] == job);
         of.map(|((_, name), _)| name.clone()).collect()
     }
 
@@ -344,7 +348,9 @@ impl Inside {
         self.tell("pods", "MODIFIED", &pod);
         match ended.as_str() {
             Some("Succeeded") => self.job_ends(job, "Complete", "", ""),
-            Some("Failed") => self.job_ends(job, "Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit"),
+            Some("Failed") => {
+                self.job_ends(job, "Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
+            }
             _ => {}
         }
     }
@@ -411,7 +417,8 @@ fn follow(shared: Shared, plural: String, selector: String, from: u64) -> Respon
     let epoch = {
         let inside = shared.inside.lock().unwrap();
         if from < inside.forgotten {
-            let status = json!({"kind": "Status", "code": 410, "reason": "Expired", "status": "Failure", "message": "too old"});
+            let status =
+                json!({"kind": "Status", "code": 410, "reason": "Expired", "status": "Failure", "message": "too old"});
             return Body::from(json!({"type": "ERROR", "object": status}).to_string() + "\n").into_response();
         }
         inside.watch_epoch
@@ -430,7 +437,8 @@ fn follow(shared: Shared, plural: String, selector: String, from: u64) -> Respon
                     let news = &inside.changes[start..];
                     state.2 = news.last().map_or(state.2, |last| last.0);
                     let ours = news.iter().filter(|change| change.1 == plural && matches(&change.3, &selector));
-                    ours.map(|change| json!({"type": change.2, "object": change.3}).to_string() + "\n").collect::<String>()
+                    ours.map(|change| json!({"type": change.2, "object": change.3}).to_string() + "\n")
+                        .collect::<String>()
                 };
                 if !text.is_empty() {
                     return Some((Ok::<_, Infallible>(text), state));
@@ -477,6 +485,14 @@ async fn create(
             tokio::time::sleep(after).await;
             shared.change(|inside| inside.pod_status(&name, exited(0, "Completed")));
         });
+    } else if let (Kubelet::Vanishes(after), "secrets") = (kubelet, plural.as_str()) {
+        tokio::spawn(async move {
+            shared.change(|inside| inside.pod_status(&name, running()));
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            shared.change(|inside| inside.pod_status(&name, exited(0, "Completed")));
+            tokio::time::sleep(after).await;
+            shared.change(|inside| inside.delete("jobs", &name, false));
+        });
     }
     answer
 }
@@ -490,7 +506,9 @@ async fn replace(
         if let Some(fault) = inside.fault(&format!("PUT {plural}")) {
             return fault;
         }
-        let Some(known) = inside.objects.get(&(plural.clone(), name.clone())) else { return refuse(404, "NotFound", "") };
+        let Some(known) = inside.objects.get(&(plural.clone(), name.clone())) else {
+            return refuse(404, "NotFound", "");
+        };
         if known["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
             return refuse(409, "Conflict", "the object has been modified");
         }
@@ -520,6 +538,7 @@ async fn delete(
 
 async fn log(State(shared): State<Shared>, Path((_, name)): Path<(String, String)>) -> Response {
     let inside = shared.inside.lock().unwrap();
-    let job = inside.objects.get(&("pods".to_owned(), name)).and_then(|pod| pod["metadata"]["labels"]["job-name"].as_str());
+    let job =
+        inside.objects.get(&("pods".to_owned(), name)).and_then(|pod| pod["metadata"]["labels"]["job-name"].as_str());
     job.and_then(|job| inside.logs.get(job)).cloned().unwrap_or_default().into_response()
 }

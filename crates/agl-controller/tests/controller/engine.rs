@@ -329,9 +329,7 @@ async fn list(State(shared): State<Shared>, Query(query): Asked) -> Json<Value> 
         })
     };
     let found = inside.containers.iter().filter(|(_, container)| fits(container));
-    let shown = |(name, it): (&String, &Kept)| {
-        json!({"Names": [format!("/{name}")], "Labels": it.body["Labels"], "State": it.status})
-    };
+    let shown = |(name, it): (&String, &Kept)| json!({"Names": [format!("/{name}")], "Labels": it.body["Labels"], "State": it.status});
     Json(found.map(shown).collect())
 }
 

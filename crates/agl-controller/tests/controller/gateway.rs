@@ -70,6 +70,7 @@ impl FakeGateway {
             .route("/api/rollouts/{id}/attempts", get(list_attempts).post(create_attempt))
             .route("/api/rollouts/{id}/attempts/{attempt}", axum::routing::patch(patch_attempt))
             .route("/api/rollouts/{id}/attempt/{attempt}/events", post(post_event))
+            .route("/proxy/{*path}", get(|| async { "a model answers" }))
             .with_state(shared.clone());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -104,6 +105,17 @@ impl FakeGateway {
     /// From now on it says that it has just been started.
     pub fn say_restarted(&self) {
         self.shared.inside.lock().unwrap().started_at = now();
+    }
+
+    /// What the gateway makes of `retry` for a rollout that runs.
+    pub fn ask_for_another_attempt(&self, id: &str) {
+        let mut inside = self.shared.inside.lock().unwrap();
+        let number = inside.attempts.keys().filter(|(of, _)| of == id).count();
+        let attempt = Attempt::new(id.to_owned(), number.to_string(), now());
+        inside.attempts.insert((id.to_owned(), number.to_string()), attempt);
+        let patch = StatusPatch { last_attempt_id: Some(number.to_string()), ..StatusPatch::default() };
+        inside.rollouts.iter_mut().find(|rollout| rollout.rollout_id == id).unwrap().apply(&patch, now()).unwrap();
+        self.shared.announce(&mut inside, "updated", id);
     }
 
     /// Ends a rollout from outside; the watch does not tell of it.
@@ -142,6 +154,11 @@ impl FakeGateway {
     pub fn rollout(&self, id: &str) -> Rollout {
         let inside = self.shared.inside.lock().unwrap();
         inside.rollouts.iter().find(|rollout| rollout.rollout_id == id).unwrap().clone()
+    }
+
+    /// How many there are.
+    pub fn rollouts(&self) -> usize {
+        self.shared.inside.lock().unwrap().rollouts.len()
     }
 
     pub fn attempts(&self, id: &str) -> Vec<Attempt> {

@@ -46,7 +46,8 @@ async fn a_good_run_is_claimed_made_watched_and_reported() {
 #[tokio::test]
 async fn a_job_is_what_its_template_says_and_what_we_decide_over_it() {
     let fleet =
-        Fleet::with(json!({"agent_url": "http://gateway.agl.svc:8080/"}), json!({"ttl_seconds_after_finished": 77})).await;
+        Fleet::with(json!({"agent_url": "http://gateway.agl.svc:8080/"}), json!({"ttl_seconds_after_finished": 77}))
+            .await;
     fleet.stage.gateway.create(k8s());
     fleet.cluster.made(JOB).await;
     let job = fleet.cluster.get("jobs", JOB).unwrap();
@@ -56,6 +57,7 @@ async fn a_job_is_what_its_template_says_and_what_we_decide_over_it() {
         json!([0, 77, 60])
     );
     assert_eq!(spec["template"]["spec"]["restartPolicy"], "Never");
+    assert_eq!(spec["template"]["spec"]["automountServiceAccountToken"], false);
     assert_eq!(job["metadata"]["namespace"], "agents");
     assert_eq!(job["metadata"]["labels"]["team"], "math");
     for labels in [&job["metadata"]["labels"], &spec["template"]["metadata"]["labels"]] {
@@ -74,10 +76,7 @@ async fn a_job_is_what_its_template_says_and_what_we_decide_over_it() {
     let base = "http://gateway.agl.svc:8080/proxy/rollout/r0/attempt/0/mode/train/openai/v1";
     assert_eq!(variable("AGL_OPENAI_BASE_URL")["value"], base);
     assert_eq!(variable("OPENAI_BASE_URL")["value"], base);
-    assert_eq!(
-        variable("AGL_EVENT_URL")["value"],
-        "http://gateway.agl.svc:8080/api/rollouts/r0/attempt/0/events"
-    );
+    assert_eq!(variable("AGL_EVENT_URL")["value"], "http://gateway.agl.svc:8080/api/rollouts/r0/attempt/0/events");
     assert_eq!(variable("GREETING")["value"], "hello");
 
     // The key is in the Secret alone, which the Job owns.
@@ -143,7 +142,7 @@ async fn the_reason_of_a_failure_is_read_from_the_pod_and_says_whose_it_was() {
 async fn a_job_beyond_its_deadline_is_the_agents_failure_only_once_it_has_started() {
     for (starts, class, said) in [
         (true, FailureClass::Timeout, "timeout_seconds = 60"),
-        (false, FailureClass::Infrastructure, "did not start within its config.timeout_seconds: container agent waits"),
+        (false, FailureClass::Infrastructure, "did not start within its config.timeout_seconds"),
     ] {
         let fleet = Fleet::with(json!({"max_attempts": 1}), json!({})).await;
         let id = fleet.stage.gateway.create(k8s());
@@ -153,7 +152,12 @@ async fn a_job_beyond_its_deadline_is_the_agents_failure_only_once_it_has_starte
             false => fleet.cluster.pod_status(JOB, waiting("ImagePullBackOff", "")),
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
+        fleet.cluster.keep_deleted_pods(true);
+        fleet.cluster.delete("pods", &format!("{JOB}-x7k2p"));
         fleet.cluster.job_fails(JOB, "DeadlineExceeded", "Job was active longer than specified deadline");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert_eq!(fleet.stage.gateway.rollout(&id).status.state, RolloutState::Running, "its pod may still run");
+        fleet.cluster.keep_deleted_pods(false);
         let message = fleet.stage.gateway.ended(&id).await.status.error_message.unwrap();
         assert!(message.contains(said), "{message}");
         assert_eq!(fleet.stage.gateway.attempts(&id)[0].failure, Some(class));
@@ -192,6 +196,18 @@ async fn a_deleted_job_is_repeated_only_once_its_pod_is_gone() {
     assert!(first.error_message.as_ref().unwrap().contains("its Job was deleted"));
     fleet.cluster.pod_exits("agl-rollout-r0-1", 0, "Completed");
     assert_eq!(fleet.stage.gateway.ended(&id).await.status.state, RolloutState::Succeeded);
+}
+
+#[tokio::test]
+async fn a_pod_that_its_job_forgot_at_the_deadline_is_ended_before_anything_follows() {
+    let fleet = Fleet::with(json!({"max_attempts": 1}), json!({})).await;
+    let id = fleet.stage.gateway.create(k8s());
+    fleet.cluster.made(JOB).await;
+    fleet.cluster.job_fails(JOB, "DeadlineExceeded", "Job was active longer than specified deadline");
+    fleet.cluster.pod_runs(JOB);
+    assert_eq!(fleet.stage.gateway.ended(&id).await.status.state, RolloutState::Failed);
+    assert!(fleet.cluster.names("pods").is_empty());
+    assert!(fleet.cluster.calls().contains(&format!("DELETE pods {JOB}-x7k2p")));
 }
 
 #[tokio::test]
@@ -267,10 +283,9 @@ async fn requests_that_fail_for_a_while_are_repeated_and_nothing_is_made_twice()
 
 #[tokio::test]
 async fn a_job_that_the_api_server_refuses_fails_its_rollout_at_once_with_its_words() {
-    for (code, reason, said, attempts) in [
-        (422, "Invalid", "spec.template: Invalid value", 1),
-        (403, "Forbidden", "cannot create resource \"jobs\"", 2),
-    ] {
+    for (code, reason, said, attempts) in
+        [(422, "Invalid", "spec.template: Invalid value", 1), (403, "Forbidden", "cannot create resource \"jobs\"", 2)]
+    {
         let fleet = Fleet::empty().await;
         fleet.cluster.fail("POST jobs", code, reason, said, 2);
         let mut fleet = fleet;
@@ -333,7 +348,10 @@ async fn an_evaluator_runs_beside_the_controller_with_the_pods_log_and_its_failu
 #[tokio::test]
 async fn another_job_of_the_same_name_is_not_taken_for_ours() {
     let fleet = Fleet::empty().await;
-    fleet.cluster.put("jobs", json!({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": JOB, "namespace": "agents"}}));
+    fleet.cluster.put(
+        "jobs",
+        json!({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": JOB, "namespace": "agents"}}),
+    );
     let mut fleet = fleet;
     fleet.start(json!({}), json!({}));
     let id = fleet.stage.gateway.create(k8s());

@@ -35,6 +35,7 @@ async fn a_controller_that_died_between_job_and_secret_is_completed_by_the_next(
     fleet.cluster.until("the Job is made", |it| it.get("jobs", JOB).is_some()).await;
     fleet.stage.stop().await;
     fleet.cluster.inside(|inside| inside.forget_faults());
+    fleet.stage.gateway.say_calls("0", 0, 0);
     fleet.start(json!({}), json!({}));
     fleet.cluster.made(JOB).await;
     fleet.cluster.pod_exits(JOB, 0, "Completed");
@@ -43,16 +44,17 @@ async fn a_controller_that_died_between_job_and_secret_is_completed_by_the_next(
 }
 
 #[tokio::test]
-async fn a_controller_that_died_before_the_job_is_completed_by_the_next_under_the_same_attempt() {
+async fn a_controller_that_died_before_the_job_costs_no_attempt() {
     let mut fleet = Fleet::empty().await;
     let id = fleet.stage.gateway.create(k8s());
     fleet.stage.gateway.begin_attempt(&id, "0", AttemptState::Starting);
     fleet.stage.gateway.say_calls("0", 0, 0);
-    fleet.start(json!({}), json!({}));
-    fleet.cluster.made(JOB).await;
-    fleet.cluster.pod_exits(JOB, 0, "Completed");
+    fleet.start(json!({"max_attempts": 1}), json!({}));
+    // Not under the same name: the first may have had a Job, and must not run twice.
+    fleet.cluster.made("agl-rollout-r0-1").await;
+    fleet.cluster.pod_exits("agl-rollout-r0-1", 0, "Completed");
     assert_eq!(fleet.stage.gateway.ended(&id).await.status.state, RolloutState::Succeeded);
-    assert_eq!(fleet.stage.gateway.attempts(&id).len(), 1);
+    assert_eq!(fleet.stage.gateway.attempts(&id)[0].failure, Some(FailureClass::Infrastructure));
 }
 
 #[tokio::test]
@@ -127,7 +129,8 @@ async fn one_of_two_controllers_leads_and_the_other_takes_over() {
     fleet.cluster.made(JOB).await;
     fleet.cluster.pod_runs(JOB);
 
-    let settings = fleet.settings(json!({"work_dir": fleet.stage.folder.path().join("other")}), json!({"leader_election": true}));
+    let settings =
+        fleet.settings(json!({"work_dir": fleet.stage.folder.path().join("other")}), json!({"leader_election": true}));
     let second = Stage::controller(&fleet.stage, settings);
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!(holder(&fleet.cluster).unwrap(), first, "only one leads");

@@ -2,6 +2,7 @@
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
+    clippy::print_stdout,
     reason = "the lints exempt test functions, but not the functions that they share"
 )]
 
@@ -15,8 +16,11 @@ mod end_to_end;
 mod engine;
 mod fleet;
 mod gateway;
+mod isolation;
 mod kubernetes;
 mod kubernetes_recovery;
+mod rate;
 mod recovery;
 mod scenarios;
 mod stage;
+mod zygote;

@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 use crate::stage::{PROGRAM, Stage, is_running, pid_in, read, sh, with};
 
 /// A controller as a process of its own, so that it can be killed.
-struct Process(Child);
+pub struct Process(Child);
 
 impl Process {
-    fn start(stage: &Stage, settings: &Value) -> Self {
+    pub fn start(stage: &Stage, settings: &Value) -> Self {
         let path = stage.folder.path().join("controller.json");
         std::fs::write(&path, stage.config(settings).to_string()).unwrap();
         let child = Command::new(PROGRAM)
@@ -27,7 +27,7 @@ impl Process {
         Self(child)
     }
 
-    fn kill(&mut self) {
+    pub fn kill(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }

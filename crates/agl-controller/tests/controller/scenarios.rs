@@ -198,7 +198,7 @@ async fn a_queued_rollout_starts_without_a_polling_interval() {
         assert!(created.elapsed() < Duration::from_secs(5), "not started at all");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    // Not the target of 50 ms, which a loaded machine may miss, but far from any polling; `examples/spawn_latency` measures.
+    // Not the target of 50 ms, which a loaded machine may miss, but far from any polling; `./x bench controller` measures.
     assert!(created.elapsed() < Duration::from_secs(2), "{:?}", created.elapsed());
 }
 
@@ -284,4 +284,20 @@ async fn an_agent_that_stops_its_own_supervisor_has_failed() {
     let attempts = stage.gateway.attempts(&id);
     assert_eq!((attempts.len(), attempts[0].failure), (1, Some(FailureClass::Agent)));
     assert!(!attempts[0].runner.contains_key("shutdown"));
+}
+
+#[tokio::test]
+async fn another_attempt_asked_for_ends_the_one_under_way_and_takes_its_place() {
+    let stage = Stage::with(json!({})).await;
+    let script = "test $(basename $(dirname $PWD)) = 1 && exit 0; echo $$ > pid; sleep 1000";
+    let id = stage.gateway.create(sh(script));
+    let first = pid_in(&stage.attempt("r0", "0").work().join("pid")).await;
+    stage.gateway.ask_for_another_attempt(&id);
+    let rollout = stage.gateway.ended(&id).await;
+    assert_eq!(rollout.status.state, RolloutState::Succeeded);
+    assert_eq!(rollout.status.last_attempt_id.as_deref(), Some("1"));
+    assert!(!is_running(first));
+    let attempts = stage.gateway.attempts(&id);
+    assert_eq!((attempts.len(), attempts[0].failure), (2, Some(FailureClass::Cancelled)));
+    assert!(attempts[0].error_message.as_ref().unwrap().contains("in its place"));
 }

@@ -130,17 +130,25 @@ pub(super) async fn cancel(
     }
 }
 
-/// `POST /api/rollouts/{id}/retry`: a new rollout of the same task; the one that has ended stays ended.
+/// `POST /api/rollouts/{id}/retry`: another attempt of one that runs, in place of the one under way; of one that has ended a
+/// new rollout of the same task, and it stays ended.
 pub(super) async fn retry(
     State(app): State<Arc<App>>,
     Path(rollout_id): Path<String>,
 ) -> Result<(StatusCode, Json<Rollout>), ApiError> {
     let ended = app.store.rollout(&rollout_id).await?.ok_or_else(|| ApiError::not_found(&rollout_id))?;
-    if !ended.status.state.is_terminal() {
-        let state = ended.status.state;
-        return Err(ApiError::conflict(format!(
-            "Rollout {rollout_id} is {state}: only one that has ended can be retried. Cancel it first"
-        )));
+    match ended.status.state {
+        RolloutState::Queuing => {
+            return Err(ApiError::conflict(format!(
+                "Rollout {rollout_id} is queuing: its first attempt is still to come"
+            )));
+        }
+        RolloutState::Running => {
+            let (detail, _new) = app.store.create_attempt(&rollout_id, None, clock::now()).await?;
+            let patch = StatusPatch { last_attempt_id: Some(detail.attempt.attempt_id), ..StatusPatch::default() };
+            return Ok((StatusCode::OK, Json(app.store.patch_rollout(&rollout_id, patch, clock::now()).await?)));
+        }
+        RolloutState::Succeeded | RolloutState::Failed => {}
     }
     let create = RolloutCreate {
         input: ended.input,

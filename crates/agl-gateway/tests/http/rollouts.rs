@@ -144,6 +144,21 @@ async fn cancelling_fails_a_rollout_once() {
 }
 
 #[tokio::test]
+async fn retrying_one_that_runs_makes_another_attempt_of_it_that_counts() {
+    let scene = Scene::start().await;
+    scene.enqueue("r").await;
+    let attempt = scene.post("/api/rollouts/r/attempts", json!({"attempt_id": "0"})).await;
+    assert_eq!(attempt.status, 201);
+    scene.set_state("r", "running").await;
+    let retry = scene.post("/api/rollouts/r/retry", json!({})).await;
+    assert_eq!((retry.status, &retry.json()["rollout_id"]), (200, &json!("r")));
+    let status = &retry.json()["status"];
+    assert_eq!(json!([status["state"], status["last_attempt_id"]]), json!(["running", "1"]));
+    let attempts = scene.get("/api/rollouts/r/attempts").await.json();
+    assert_eq!(attempts[1]["state"], "starting");
+}
+
+#[tokio::test]
 async fn retrying_makes_a_new_rollout_of_one_that_has_ended() {
     let scene = Scene::start().await;
     scene.enqueue("r").await;

@@ -3,6 +3,8 @@
 pub mod doctor;
 pub mod eval;
 pub mod init;
+pub mod isolate;
+pub mod manifests;
 pub mod models;
 pub mod quickstart;
 pub mod relay;

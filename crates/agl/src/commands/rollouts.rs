@@ -1,6 +1,7 @@
 //! `agl rollouts`: look at rollouts, repeat or cancel them.
 
 mod export;
+mod tail;
 mod transcript;
 
 use agl_client::{AttemptDetail, GatewayClient, rollouts::EventFormat};
@@ -86,6 +87,8 @@ pub enum RolloutsCommand {
         #[arg(long)]
         evaluator: bool,
     },
+    /// Follow what happens to rollouts, as it happens. With ids, until they have all ended.
+    Tail(tail::TailArgs),
     /// Write rollouts to a file of rows: training sequences, rollouts or model calls, as jsonl or parquet.
     Export(export::ExportArgs),
     /// Stop a rollout; it ends as failed.
@@ -95,7 +98,7 @@ pub enum RolloutsCommand {
         /// Which.
         id: String,
     },
-    /// Repeat a rollout that has ended, as a new one.
+    /// Make another attempt of a rollout that runs, or repeat one that has ended as a new one; prints its id.
     Retry {
         #[command(flatten)]
         gateway: GatewayArgs,
@@ -172,6 +175,7 @@ pub async fn rollouts(command: RolloutsCommand) -> anyhow::Result<()> {
         RolloutsCommand::Logs { gateway, id, attempt, evaluator } => {
             logs(&gateway.client()?, &id, attempt.as_deref(), evaluator).await
         }
+        RolloutsCommand::Tail(args) => tail::tail(args).await,
         RolloutsCommand::Export(args) => export::export(args).await,
         RolloutsCommand::Cancel { gateway, id } => {
             let rollout = gateway.client()?.cancel(&id).await?;
@@ -262,9 +266,16 @@ async fn logs(client: &GatewayClient, id: &str, attempt: Option<&str>, evaluator
             detail.attempt.attempt_id
         );
     };
-    let names = if evaluator { ["evaluator.stdout.log", "evaluator.stderr.log"] } else { ["stdout.log", "stderr.log"] };
+    let folder = std::path::Path::new(folder);
+    // Where the agent ran in a cluster or a container, its evaluator has a folder of its own.
+    let alone = folder.join("evaluation");
+    let (folder, names) = match evaluator {
+        true if alone.exists() => (alone.as_path(), ["stdout.log", "stderr.log"]),
+        true => (folder, ["evaluator.stdout.log", "evaluator.stderr.log"]),
+        false => (folder, ["stdout.log", "stderr.log"]),
+    };
     for name in names {
-        let path = std::path::Path::new(folder).join(name);
+        let path = folder.join(name);
         match std::fs::read(&path) {
             Ok(bytes) if bytes.is_empty() => {}
             Ok(bytes) => {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use agl_client::GatewayClient;
 use agl_controller::Controller;
+use agl_controller::plan::Action;
 use agl_gateway::Gateway;
 use agl_trainer::TrainerError;
 use agl_trainer::train::{RunSummary, Trainer};
@@ -12,7 +13,7 @@ use clap::Args;
 
 use crate::RunFileArgs;
 use crate::failure::{interrupted, usage};
-use crate::output::{line, note};
+use crate::output::{clipped, json, line, note, table};
 use crate::progress::RunView;
 use crate::run_file::{RunFile, store_path};
 use crate::stack::{Stack, interrupt};
@@ -72,6 +73,12 @@ pub struct ControlArgs {
     file: RunFileArgs,
     #[command(flatten)]
     elsewhere: ElsewhereArgs,
+    /// Print what it would do now, and do nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// With --dry-run: as JSON, commands and manifests included.
+    #[arg(long, requires = "dry_run")]
+    json: bool,
 }
 
 /// See `agl train --help`.
@@ -194,8 +201,33 @@ pub async fn serve(args: ServeArgs) -> anyhow::Result<()> {
 pub async fn control(args: ControlArgs) -> anyhow::Result<()> {
     let file = RunFile::read(args.file.run_file.as_deref(), &args.file.set)?;
     let client = args.elsewhere.client(&file)?;
+    if args.dry_run {
+        return print_plan(Controller::new(file.controller.clone(), client), args.json).await;
+    }
     note(format!("controller for {}, work in {}", client.base_url(), file.controller.work_dir.display()));
     Controller::new(file.controller.clone(), client).run(interrupt()).await?;
+    Ok(())
+}
+
+async fn print_plan(controller: Controller, as_json: bool) -> anyhow::Result<()> {
+    let planned = controller.plan().await?;
+    if as_json {
+        return json(&planned);
+    }
+    let rows: Vec<Vec<String>> = planned
+        .iter()
+        .map(|planned| {
+            let (action, what) = match &planned.action {
+                Action::Start { what } => ("start", clipped(&what.to_string(), 80)),
+                Action::Fail { why } => ("fail", clipped(why, 80)),
+                Action::TakeUp => ("take up", String::new()),
+                Action::Leave => ("leave", "for another runner".to_owned()),
+                Action::End => ("end", "no rollout wants it".to_owned()),
+            };
+            vec![action.to_owned(), planned.rollout_id.clone(), planned.attempt_id.clone(), what]
+        })
+        .collect();
+    table(&["would", "rollout", "attempt", "what"], &rows);
     Ok(())
 }
 

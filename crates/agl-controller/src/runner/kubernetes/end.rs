@@ -19,7 +19,7 @@ impl Shared {
             self.delete(name).await;
             let mut changed = self.observed.subscribe(name);
             while !self.observed.is_gone(name) {
-                self.end_what_lost_its_job(name).await;
+                self.end_left_pods(name).await;
                 let _ = changed.changed().await;
             }
         };
@@ -43,9 +43,10 @@ impl Shared {
         }
     }
 
-    /// A pod whose Job was deleted without it belongs to nobody: nothing else would end it.
-    pub(super) async fn end_what_lost_its_job(&self, name: &str) {
-        if self.observed.job(name).is_some() {
+    /// Ends pods whose Job is gone or over. A Job may be deleted without its pods; and one that reaches its deadline in the
+    /// moment when its pod is made has been seen to forget that pod.
+    pub(super) async fn end_left_pods(&self, name: &str) {
+        if self.observed.job(name).is_some_and(|job| job.ended.is_none()) {
             return;
         }
         for pod in self.observed.pods(name).iter().filter(|pod| !pod.deleting) {

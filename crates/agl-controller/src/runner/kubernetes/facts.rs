@@ -301,30 +301,38 @@ impl std::fmt::Display for Reason {
 }
 
 /// Where an attempt stands. `job` is `None` once it was deleted; `started` is true once any pod of it has begun.
+///
+/// As long as a pod may run, it is not over: nothing else may take its place. Only where `given_up` says that it cannot be
+/// ended is a pod that is being deleted taken for gone.
 #[must_use]
-pub fn judge<'a>(job: Option<&JobFacts>, pods: impl Iterator<Item = &'a PodFacts> + Clone, started: bool) -> Seen {
-    let deadline = matches!(job.and_then(|job| job.ended.as_ref()), Some(JobEnd::Failed { reason, .. }) if reason == "DeadlineExceeded");
+pub fn judge<'a>(
+    job: Option<&JobFacts>,
+    pods: impl Iterator<Item = &'a PodFacts> + Clone,
+    started: bool,
+    given_up: bool,
+) -> Seen {
+    let ended = job.and_then(|job| job.ended.as_ref());
+    let deadline = matches!(ended, Some(JobEnd::Failed { reason, .. }) if reason == "DeadlineExceeded");
+    // A pod that somebody deletes tells how its containers were killed, not why: its Job will.
+    if let Some(pod) = pods.clone().find(|pod| pod.has_ended() && !pod.deleting && !deadline) {
+        return Seen::Over(pod.over());
+    }
+    if let Some(pod) = pods.clone().find(|pod| !pod.has_ended() && !given_up) {
+        return match job {
+            Some(job) if !pod.deleting && job.ended.is_none() => match pod.phase.as_str() {
+                "Running" if pod.has_started() => Seen::Running { pod: pod.name.clone(), node: pod.node.clone() },
+                _ => Seen::Waiting(pod.waiting()),
+            },
+            _ => Seen::Ending,
+        };
+    }
     if deadline && started {
         return Seen::Over(Over::TimedOut);
     }
     if deadline {
-        let why =
-            pods.clone().find_map(PodFacts::waiting).map(|waiting| format!(": {}", waiting.why)).unwrap_or_default();
+        let why = pods.clone().find_map(PodFacts::waiting);
+        let why = why.map(|waiting| format!(": {}", waiting.why)).unwrap_or_default();
         return Seen::Over(Over::Lost(format!("it did not start within its config.timeout_seconds{why}")));
-    }
-    // A pod that somebody deletes tells how its containers were killed, not why: its Job will.
-    if let Some(pod) = pods.clone().find(|pod| pod.has_ended() && !pod.deleting) {
-        return Seen::Over(pod.over());
-    }
-    if let Some(pod) = pods.clone().find(|pod| !pod.has_ended()) {
-        // As long as it runs nothing else may take its place.
-        return match (job, pod.deleting) {
-            (None, _) | (_, true) => Seen::Ending,
-            _ if pod.phase == "Running" && pod.has_started() => {
-                Seen::Running { pod: pod.name.clone(), node: pod.node.clone() }
-            }
-            _ => Seen::Waiting(pod.waiting()),
-        };
     }
     let Some(job) = job else { return Seen::Over(Over::Lost("its Job was deleted".to_owned())) };
     let disrupted = pods.clone().find_map(|pod| pod.disruption.as_ref());
@@ -337,6 +345,9 @@ pub fn judge<'a>(job: Option<&JobFacts>, pods: impl Iterator<Item = &'a PodFacts
                 format!("its pod was deleted, or its node is gone ({reason})")
             }
         })),
+        None if given_up => {
+            Seen::Over(Over::Lost("its pod is being deleted and does not end: its node may be gone".to_owned()))
+        }
         None if pods.clone().next().is_some() => Seen::Ending,
         None => Seen::Waiting(None),
     }

@@ -107,6 +107,9 @@ pub fn job(order: &Order, config: &KubernetesConfig, sdk_environment: bool) -> R
     merge(&mut job, &["spec", "template", "metadata", "labels"], &json!({ROLE: "rollout"}))?;
     merge(&mut job, &["spec", "template", "metadata", "annotations"], &annotations)?;
     set(&mut job, &["spec", "template", "spec", "restartPolicy"], json!("Never"))?;
+    // An agent is no business of the API server's, unless its template says so.
+    let pod = mapping(&mut job, &["spec", "template", "spec"])?;
+    pod.entry("automountServiceAccountToken").or_insert(json!(false));
     let containers = job.pointer_mut("/spec/template/spec/containers").and_then(Value::as_array_mut);
     let containers = containers.filter(|containers| !containers.is_empty()).ok_or_else(|| {
         LaunchError::JobTemplate("spec.template.spec.containers is missing: there is nothing to run".to_owned())
@@ -286,7 +289,8 @@ mod tests {
     #[test]
     fn any_id_gives_a_name_that_kubernetes_takes_and_that_no_other_attempt_has() {
         let long = "x".repeat(200);
-        let ids = ["a", "a-1", "A", "a_1", "a.1", "ä", "", "-", "a-", &long, &(long.clone() + "y"), "a/../b", "step-3-7"];
+        let ids =
+            ["a", "a-1", "A", "a_1", "a.1", "ä", "", "-", "a-", &long, &(long.clone() + "y"), "a/../b", "step-3-7"];
         let mut names = std::collections::HashSet::new();
         for id in ids {
             for attempt in ["0", "1", "12"] {

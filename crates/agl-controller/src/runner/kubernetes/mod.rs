@@ -36,6 +36,7 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::ApiResource;
 use kube::{Api, Client, Config};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -46,10 +47,10 @@ use self::run::KubernetesRun;
 use super::{Host, Leave, Order, Run, Runner};
 use crate::config::ControllerConfig;
 use crate::error::ControllerError;
-use crate::launch::Launch;
+use crate::launch::LaunchError;
 use crate::pace::Pace;
 use crate::verdict::Verdict;
-use crate::work_dir::{AttemptDir, WorkDir};
+use crate::work_dir::WorkDir;
 
 /// How a controller runs rollouts on a cluster: `[controller.kubernetes]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -131,18 +132,6 @@ impl Shared {
     fn hold(&self, wait: Duration, why: &str) {
         tracing::warn!(seconds = wait.as_secs_f64(), "no Jobs are made for a while: {why}");
         self.pace.lock().unwrap_or_else(PoisonError::into_inner).hold(Instant::now() + wait);
-    }
-
-    fn launch<'a>(&'a self, order: &'a Order, dir: &'a AttemptDir) -> Launch<'a> {
-        Launch {
-            rollout: &order.rollout,
-            attempt_id: &order.attempt_id,
-            key: &order.key,
-            reward_key: &order.reward_key,
-            agent_url: &order.agent_url,
-            dir,
-            controller_cwd: self.host.cwd.clone(),
-        }
     }
 }
 
@@ -241,6 +230,9 @@ impl Runner for KubernetesRunner {
         if let Some(election) = &self.election {
             election.won().await;
         }
+    }
+
+    async fn observe(&self) {
         {
             let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
             let (jobs, pods) = (self.shared.jobs.clone(), self.shared.pods.clone());
@@ -266,23 +258,27 @@ impl Runner for KubernetesRunner {
         Some(job_name(rollout_id, attempt_id))
     }
 
+    fn preview(&self, order: &Order) -> Result<Value, LaunchError> {
+        job::job(order, &self.shared.config.kubernetes, self.shared.config.sdk_environment)
+    }
+
     async fn start(&self, order: Order) -> Result<Box<dyn Run>, Verdict> {
         Ok(Box::new(KubernetesRun::making(self.shared.clone(), order)))
     }
 
-    /// An attempt that was never reported to run and made no call may not have got its Job, or its Secret, yet: both are
-    /// then made. One that ran and has no Job any more is lost.
+    /// The Job of an attempt that was never reported to run and made no call may not have got its Secret yet. One without a
+    /// Job is lost even then: it may have had one, and must not run twice.
     async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Option<Box<dyn Run>> {
         let name = job_name(&rollout.rollout_id, &attempt.attempt.attempt_id);
         let there = self.shared.observed.job(&name).is_some();
         let begun = attempt.attempt.state != AttemptState::Starting || attempt.calls > 0;
-        if begun && !there && self.shared.observed.is_gone(&name) {
+        if !there && self.shared.observed.is_gone(&name) {
             return None;
         }
         let order = self.order(rollout, attempt).await?;
-        Some(Box::new(match begun {
-            true => KubernetesRun::watching(self.shared.clone(), order),
-            false => KubernetesRun::making(self.shared.clone(), order),
+        Some(Box::new(match there && !begun {
+            true => KubernetesRun::making(self.shared.clone(), order),
+            false => KubernetesRun::watching(self.shared.clone(), order),
         }))
     }
 

@@ -72,6 +72,10 @@ impl Entry {
         Self { job: JobState::Unseen, pods: BTreeMap::new(), started: false, changed: watch::Sender::new(()) }
     }
 
+    fn has_live_pod(&self) -> bool {
+        self.pods.values().any(|(pod, _)| !pod.has_ended() && !pod.deleting)
+    }
+
     fn is_idle(&self) -> bool {
         !matches!(self.job, JobState::There(..)) && self.pods.is_empty() && self.changed.receiver_count() == 0
     }
@@ -134,8 +138,9 @@ impl Observed {
         }
     }
 
-    /// Where an attempt stands, by its Job's name; `extra` are pods that were asked for beside the watch.
-    pub(super) fn look(&self, name: &str, extra: &[PodFacts]) -> Option<Seen> {
+    /// Where an attempt stands, by its Job's name; `extra` are pods that were asked for beside the watch, `given_up` is
+    /// [`judge`]'s.
+    pub(super) fn look(&self, name: &str, extra: &[PodFacts], given_up: bool) -> Option<Seen> {
         let inside = self.lock();
         let entry = inside.entries.get(name)?;
         let job = match &entry.job {
@@ -147,7 +152,7 @@ impl Observed {
         let extra = extra.iter().filter(|pod| !entry.pods.contains_key(&pod.name));
         let pods = known.chain(extra);
         let started = entry.started || pods.clone().any(PodFacts::has_started);
-        Some(judge(job, pods, started))
+        Some(judge(job, pods, started, given_up))
     }
 
     /// The Job of this name, as long as it is there.
@@ -177,11 +182,11 @@ impl Observed {
         self.lock().entries.entry(name.to_owned()).or_insert_with(Entry::new).changed.subscribe()
     }
 
-    /// Jobs that are there and have not ended: whose.
+    /// Jobs that are there and have not ended, or have a pod that has not: whose.
     pub(super) fn unfinished(&self) -> Vec<(String, String)> {
         let inside = self.lock();
         let jobs = inside.entries.values().filter_map(|entry| match &entry.job {
-            JobState::There(job, _) if job.ended.is_none() && !job.deleting => Some(job),
+            JobState::There(job, _) if !job.deleting && (job.ended.is_none() || entry.has_live_pod()) => Some(job),
             _ => None,
         });
         jobs.map(|job| (job.rollout_id.clone(), job.attempt_id.clone())).collect()

@@ -17,11 +17,17 @@ use super::facts::{JobFacts, Over, Patience, PodFacts, Seen};
 use super::job::{job, job_name, secret};
 use super::refusal::Refusal;
 use super::{ATTEMPT_ID, ROLLOUT_ID, Shared};
+use crate::launch::Launch;
 use crate::runner::supervised::{Supervised, tail};
 use crate::runner::{Order, Outcome, Run, Step, fields};
 use crate::supervisor::log::LimitedLog;
 use crate::supervisor::record::{Answer, End, Event, ExitRecord};
 use crate::work_dir::AttemptDir;
+
+/// How long the cluster gets to end the pods of a Job that is gone or over, before we ask for it.
+const END_GRACE: Duration = Duration::from_secs(2);
+/// A pod that is being deleted and does not end within this time is on a node that is gone: it is waited for no longer.
+const END_PATIENCE: Duration = Duration::from_secs(300);
 
 /// One attempt as a Job.
 pub(super) struct KubernetesRun {
@@ -36,6 +42,8 @@ pub(super) struct KubernetesRun {
     waiting_since: Instant,
     /// Since when its image cannot be had.
     no_image_since: Option<Instant>,
+    /// Since when it is being ended.
+    ending_since: Option<Instant>,
     /// The pod to take logs from.
     pod: Option<String>,
     record: ExitRecord,
@@ -80,6 +88,7 @@ impl KubernetesRun {
             started_told: false,
             waiting_since: Instant::now(),
             no_image_since: None,
+            ending_since: None,
             pod: None,
             record: ExitRecord { agent: End::default(), evaluator: None },
         }
@@ -88,13 +97,23 @@ impl KubernetesRun {
     /// Makes the Job, then the Secret that it owns: what is made after a crash in between has no key, so that it never
     /// starts. Whatever is there already is taken as it is.
     async fn make(&mut self) -> Result<(), Outcome> {
+        let uid = self.make_job().await?;
+        let made = self.make_secret(&uid).await;
+        if made.is_err() {
+            self.shared.delete(&self.name).await;
+        }
+        made
+    }
+
+    /// Makes the Job and gives its uid.
+    async fn make_job(&mut self) -> Result<String, Outcome> {
         let config = &self.shared.config.kubernetes;
         let manifest = job(&self.order, config, self.shared.config.sdk_environment)
             .map_err(|error| Outcome::Misconfigured(error.to_string()))?;
         let manifest: DynamicObject =
             serde_json::from_value(manifest).map_err(|error| Outcome::Misconfigured(error.to_string()))?;
         let mut retry = Retry::new();
-        let uid = loop {
+        loop {
             match self.shared.dynamic_jobs.create(&PostParams::default(), &manifest).await {
                 Ok(made) => {
                     let uid = made.uid().unwrap_or_default();
@@ -106,18 +125,22 @@ impl KubernetesRun {
                         ended: None,
                     };
                     self.shared.observed.note_created(&self.name, facts);
-                    break uid;
+                    return Ok(uid);
                 }
                 Err(error) => match Refusal::of(&error) {
                     Refusal::Exists => match self.existing().await? {
-                        Some(uid) => break uid,
+                        Some(uid) => return Ok(uid),
                         None => retry.wait("there is an older one of this name", &self.name).await,
                     },
                     other => self.bear(other, "its Job cannot be made", &mut retry).await?,
                 },
             }
-        };
-        let wanted: Secret = serde_json::from_value(secret(&self.order, config, &uid))
+        }
+    }
+
+    async fn make_secret(&self, uid: &str) -> Result<(), Outcome> {
+        let mut retry = Retry::new();
+        let wanted: Secret = serde_json::from_value(secret(&self.order, &self.shared.config.kubernetes, uid))
             .map_err(|error| Outcome::Misconfigured(error.to_string()))?;
         loop {
             let Err(error) = self.shared.secrets.create(&PostParams::default(), &wanted).await else { return Ok(()) };
@@ -182,7 +205,8 @@ impl KubernetesRun {
     async fn watch(&mut self) -> Step {
         loop {
             self.changed.mark_unchanged();
-            let Some(seen) = self.shared.observed.look(&self.name, &[]) else {
+            let given_up = self.ending_since.is_some_and(|since| since.elapsed() >= END_PATIENCE);
+            let Some(seen) = self.shared.observed.look(&self.name, &[], given_up) else {
                 // We made it, or found it: the watch will tell.
                 let _ = self.changed.changed().await;
                 continue;
@@ -210,7 +234,17 @@ impl KubernetesRun {
                     }
                     continue;
                 }
-                Seen::Ending => self.shared.end_what_lost_its_job(&self.name).await,
+                Seen::Ending => {
+                    let since = *self.ending_since.get_or_insert_with(Instant::now);
+                    // Its Job's controller is about to end it, or has; what it forgets is ours.
+                    let due = since + END_GRACE;
+                    if Instant::now() >= due {
+                        self.shared.end_left_pods(&self.name).await;
+                    }
+                    let until = if Instant::now() < due { due } else { since + END_PATIENCE };
+                    let _ = tokio::time::timeout_at(until, self.changed.changed()).await;
+                    continue;
+                }
                 Seen::Over(over) => {
                     let over = self.ask_pods(over).await;
                     return self.agent_over(over).await;
@@ -252,7 +286,7 @@ impl KubernetesRun {
             }
         };
         self.pod = self.pod.take().or_else(|| pods.first().map(|pod| pod.name.clone()));
-        match self.shared.observed.look(&self.name, &pods) {
+        match self.shared.observed.look(&self.name, &pods, false) {
             Some(Seen::Over(better)) => better,
             _ => over,
         }
@@ -339,14 +373,15 @@ impl KubernetesRun {
             return Phase::Evaluating(found);
         }
         let exit_code = self.record.agent.exit_code();
-        let spec = match self.shared.launch(&self.order, &self.dir).evaluation(&self.shared.config, exit_code) {
-            Ok(Some(spec)) => spec,
-            Ok(None) => return Phase::Over(Some(self.ended())),
-            Err(error) => return Phase::Over(Some(Outcome::Misconfigured(error.to_string()))),
-        };
+        let spec =
+            match Launch::new(&self.order, &self.dir, &self.shared.host).evaluation(&self.shared.config, exit_code) {
+                Ok(Some(spec)) => spec,
+                Ok(None) => return Phase::Over(Some(self.ended())),
+                Err(error) => return Phase::Over(Some(Outcome::Misconfigured(error.to_string()))),
+            };
         // What it marked as given up when it looked for an earlier one is given up no more.
         let started = match dir.begin_anew().and_then(|()| self.dir.create()) {
-            Ok(()) => Supervised::start(self.shared.config.supervisor.as_deref(), &dir, &spec, leave).await,
+            Ok(()) => Supervised::start(self.shared.config.supervisor.as_deref(), &dir, &spec, leave, None).await,
             Err(error) => Err(error),
         };
         match started {
@@ -370,11 +405,11 @@ impl Run for KubernetesRun {
         loop {
             match &mut self.phase {
                 Phase::Making => match self.make().await {
-                    Ok(()) => self.phase = Phase::Watching,
-                    Err(outcome) => {
-                        self.shared.delete(&self.name).await;
-                        return self.over(outcome);
+                    Ok(()) => {
+                        self.waiting_since = Instant::now();
+                        self.phase = Phase::Watching;
                     }
+                    Err(outcome) => return self.over(outcome),
                 },
                 Phase::Watching => return self.watch().await,
                 Phase::AgentEnded => std::future::pending().await,

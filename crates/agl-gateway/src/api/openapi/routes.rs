@@ -181,9 +181,14 @@ fn management() -> Vec<Route> {
         rollouts(POST, "/{rollout_id}/cancel", "Ends a rollout as failed; one that has ended stays as it is")
             .gives(200, "As it is now", the("Rollout"))
             .fails(&[GONE]),
-        rollouts(POST, "/{rollout_id}/retry", "Repeats a rollout that has ended as a new one")
-            .gives(201, "The new one", the("Rollout"))
-            .fails(&[GONE, NOT_NOW]),
+        rollouts(
+            POST,
+            "/{rollout_id}/retry",
+            "Another attempt of a rollout that runs, or a new rollout of one that has ended",
+        )
+        .gives(201, "The new one", the("Rollout"))
+        .gives(200, "The one that runs", the("Rollout"))
+        .fails(&[GONE, NOT_NOW]),
         attempts(GET, "/attempts", "The attempts of a rollout, oldest first")
             .gives(200, "All of them", list(the("Attempt")))
             .fails(&[GONE]),
