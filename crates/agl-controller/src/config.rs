@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::ControllerError;
 use crate::isolation::{Isolation, Mode};
+use crate::runner::container::ContainerSettings;
 use crate::runner::kubernetes::KubernetesConfig;
 
 /// How a controller runs rollouts.
@@ -49,6 +50,8 @@ pub struct ControllerConfig {
     pub on_shutdown: OnShutdown,
     /// Treats running attempts of other controllers as lost. For when one is gone for good, with its work directory.
     pub take_over: bool,
+    /// How attempts run in containers, where `runner = "container"`.
+    pub container: ContainerSettings,
     /// How attempts run on a cluster, where `runner = "kubernetes"`.
     pub kubernetes: KubernetesConfig,
     /// The program with the `supervise` subcommand. Default: this very program.
@@ -87,6 +90,8 @@ pub enum RunnerKind {
     /// Processes of this host: rollouts with `config.process` or `config.local`.
     #[default]
     Process,
+    /// Containers of Docker or Podman on this host: rollouts with `config.container`.
+    Container,
     /// Jobs of a Kubernetes cluster: rollouts with `config.k8s`.
     Kubernetes,
 }
@@ -122,6 +127,7 @@ impl Default for ControllerConfig {
             python: "python3".to_owned(),
             on_shutdown: OnShutdown::default(),
             take_over: false,
+            container: ContainerSettings::default(),
             kubernetes: KubernetesConfig::default(),
             supervisor: None,
             zygote: None,
@@ -164,6 +170,8 @@ impl ControllerConfig {
         for (key, value) in [
             ("kubernetes.start_timeout_seconds", kubernetes.start_timeout_seconds),
             ("kubernetes.image_pull_grace_seconds", kubernetes.image_pull_grace_seconds),
+            ("container.pull_timeout_seconds", self.container.pull_timeout_seconds),
+            ("container.cpus", self.container.cpus),
             ("kill_grace_seconds", self.kill_grace_seconds),
             ("retry_backoff_seconds", self.retry_backoff_seconds),
             ("retry_backoff_cap_seconds", self.retry_backoff_cap_seconds),
@@ -171,7 +179,7 @@ impl ControllerConfig {
             ("keep_folders_seconds", self.keep_folders_seconds.unwrap_or(0.0)),
         ] {
             if !value.is_finite() || value < 0.0 {
-                return refuse(key, value.to_string(), "it must be a number of seconds, 0 or more");
+                return refuse(key, value.to_string(), "it must be a number, 0 or more");
             }
         }
         let isolated = self.isolation.as_ref().is_some_and(|isolation| isolation.mode != Mode::None);

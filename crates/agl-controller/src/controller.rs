@@ -13,6 +13,7 @@ use crate::config::{ControllerConfig, RunnerKind};
 use crate::error::ControllerError;
 use crate::plan::{Planned, plan};
 use crate::reconcile::Board;
+use crate::runner::container::ContainerRunner;
 use crate::runner::kubernetes::KubernetesRunner;
 use crate::runner::process::ProcessRunner;
 use crate::runner::{Host, Leave, Runner};
@@ -94,6 +95,9 @@ impl Controller {
         let (config, work_dir, leave) = (self.config.clone(), work_dir.clone(), leave.clone());
         Ok(match self.config.runner {
             RunnerKind::Process => Arc::new(ProcessRunner::new(config, work_dir, host, leave)),
+            RunnerKind::Container => {
+                Arc::new(ContainerRunner::connect(config, self.client.clone(), work_dir, host, leave).await?)
+            }
             RunnerKind::Kubernetes => {
                 Arc::new(KubernetesRunner::connect(config, self.client.clone(), work_dir, host, leave).await?)
             }

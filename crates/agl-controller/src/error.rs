@@ -29,6 +29,15 @@ pub enum ControllerError {
         /// Why.
         problem: String,
     },
+    /// No engine to run containers on.
+    #[error(
+        "the controller finds no Docker or Podman: {problem}; start one, or set controller.container.host or DOCKER_HOST \
+         to its socket"
+    )]
+    Engine {
+        /// Why.
+        problem: String,
+    },
     /// A value of the configuration makes no sense.
     #[error("controller configuration: {key} = {value} is not usable: {reason}")]
     Config {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use agl_core::rollout::{EvaluatorConfig, LocalConfig, ProcessConfig, Rollout};
+use agl_core::rollout::{ContainerConfig, EvaluatorConfig, LocalConfig, ProcessConfig, Rollout};
 use minijinja::{Environment, UndefinedBehavior};
 use serde::Serialize;
 use serde_json::{Map, Value, ser};
@@ -39,6 +39,9 @@ pub enum LaunchError {
     /// `k8s` without a template.
     #[error("invalid rollout config: missing config.k8s.job_template")]
     NoJobTemplate,
+    /// `container` without an image.
+    #[error("invalid rollout config: missing config.container.image")]
+    NoImage,
     /// A template that renders no Job that can be run.
     #[error("config.k8s.job_template: {0}")]
     JobTemplate(String),
@@ -157,6 +160,43 @@ impl Launch<'_> {
             kill_grace_seconds: config.kill_grace_seconds,
             isolation: None,
         }))
+    }
+
+    /// `config.container` with its templates filled in and all that the agent finds in its environment. Paths are as the
+    /// container sees them: [`Launch::dir`] is then the attempt's folder inside.
+    ///
+    /// # Errors
+    /// [`LaunchError`], written for whoever configured the rollout.
+    pub fn container(&self, config: &ControllerConfig) -> Result<ContainerConfig, LaunchError> {
+        let container = self.rollout.config.container.as_ref().ok_or(LaunchError::NoImage)?;
+        let image = self.render("config.container.image", &container.image, None)?;
+        if image.trim().is_empty() {
+            return Err(LaunchError::NoImage);
+        }
+        let words = |key: &str, words: &Option<Vec<String>>| -> Result<Option<Vec<String>>, LaunchError> {
+            let Some(words) = words else { return Ok(None) };
+            let rendered = words.iter().enumerate().map(|(at, word)| self.render(&format!("{key}[{at}]"), word, None));
+            rendered.collect::<Result<_, _>>().map(Some)
+        };
+        let text = |key: &str, text: &Option<String>| -> Result<Option<String>, LaunchError> {
+            text.as_ref().map(|text| self.render(key, text, None)).transpose()
+        };
+        let mut mounts = container.mounts.clone();
+        for (at, mount) in mounts.iter_mut().enumerate() {
+            mount.source = self.render(&format!("config.container.mounts[{at}].source"), &mount.source, None)?;
+            mount.target = self.render(&format!("config.container.mounts[{at}].target"), &mount.target, None)?;
+        }
+        let mut env = self.agent_environment(config);
+        env.extend(self.render_env("config.container.env", &container.env, self.key)?);
+        Ok(ContainerConfig {
+            image,
+            argv: words("config.container.argv", &container.argv)?,
+            entrypoint: words("config.container.entrypoint", &container.entrypoint)?,
+            env,
+            cwd: text("config.container.cwd", &container.cwd)?,
+            user: text("config.container.user", &container.user)?,
+            mounts,
+        })
     }
 
     fn enclosure(&self, config: &ControllerConfig) -> Result<Option<Enclosure>, LaunchError> {

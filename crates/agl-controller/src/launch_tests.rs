@@ -163,3 +163,19 @@ fn a_config_with_nothing_or_two_things_to_run_says_what_to_set() {
     let both = json!({"process": {"argv": ["a"]}, "local": {"agent_class": "a:B"}});
     assert_eq!(spec(both).unwrap_err(), LaunchError::Ambiguous);
 }
+
+#[test]
+fn a_container_is_read_as_it_is_written_and_an_unknown_key_in_it_is_named() {
+    use agl_core::rollout::RolloutConfig;
+    let read = |config: Value| serde_json::from_value::<RolloutConfig>(config);
+    let error = read(json!({"container": {"image": "agent:1", "comand": []}})).unwrap_err().to_string();
+    assert!(error.contains("comand"), "{error}");
+    assert!(read(json!({"container": {"argv": ["agent"]}})).unwrap_err().to_string().contains("image"));
+    let config =
+        read(json!({"container": {"image": "agent:1", "mounts": [{"source": "/a", "target": "/b"}]}})).unwrap();
+    assert!(!config.container.as_ref().unwrap().mounts[0].writable);
+    assert_eq!(read(serde_json::to_value(&config).unwrap()).unwrap(), config);
+    let without = read(json!({})).unwrap();
+    assert!(without.container.is_none() && !serde_json::to_string(&without).unwrap().contains("container"));
+    assert!(read(json!({"container": null})).unwrap().container.is_none());
+}

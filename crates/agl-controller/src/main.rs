@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use agl_client::GatewayClient;
+use agl_controller::runner::container::relay;
 use agl_controller::{Controller, ControllerConfig, supervisor};
 use anyhow::Context;
 use clap::Parser;
@@ -19,6 +20,13 @@ enum Program {
     Supervise {
         /// The attempt's folder.
         dir: PathBuf,
+    },
+    /// Leads from a container to the gateway. The controller starts it.
+    #[command(hide = true)]
+    Relay {
+        /// Which end, and what it needs.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
     },
     /// Puts walls around one attempt's agent. The supervisor starts it.
     #[command(hide = true)]
@@ -44,6 +52,7 @@ struct Options {
 fn main() -> anyhow::Result<ExitCode> {
     match Program::parse() {
         Program::Supervise { dir } => Ok(supervisor::main(&dir)),
+        Program::Relay { words } => Ok(relay::main(&words)),
         Program::Isolate { part } => Ok(supervisor::isolation::main(&part)),
         Program::Run(options) => run(&options).map(|()| ExitCode::SUCCESS),
     }

@@ -4,6 +4,7 @@
 //! WORK_DIR/
 //!   controller.lock                  held while a controller runs
 //!   controller_id                    who the attempts belong to, across restarts
+//!   relay/  relay.json               what containers without network reach the gateway by
 //!   running/ROLLOUT@ATTEMPT          one file for every attempt that may have a supervisor
 //!   rollouts/ROLLOUT/ATTEMPT/
 //!     work/                          the agent's working folder
@@ -82,6 +83,12 @@ impl WorkDir {
     #[must_use]
     pub fn controller_id(&self) -> &str {
         &self.controller_id
+    }
+
+    /// The directory itself.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
     }
 
     /// The folder of an attempt, whether it exists or not.

@@ -139,6 +139,9 @@ pub struct RolloutConfig {
     /// Any command.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<ProcessConfig>,
+    /// A container of Docker or Podman.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub container: Option<ContainerConfig>,
     /// Runs after the agent has stopped and posts the reward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evaluator: Option<EvaluatorConfig>,
@@ -160,6 +163,7 @@ impl Default for RolloutConfig {
             local: None,
             k8s: None,
             process: None,
+            container: None,
             evaluator: None,
             reward_source: None,
             max_attempts: None,
@@ -213,6 +217,45 @@ pub struct ProcessConfig {
     /// Working directory; a fresh one for each attempt when absent.
     #[serde(default)]
     pub cwd: Option<String>,
+}
+
+/// `config.container`: a container of an image. Every string is a template as in [`ProcessConfig`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ContainerConfig {
+    /// The image, as `docker run` takes it.
+    pub image: String,
+    /// What the image's entrypoint gets, or what runs where it has none. The image's own command when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub argv: Option<Vec<String>>,
+    /// In place of the image's entrypoint; empty is none. The image's own command is then left out too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub entrypoint: Option<Vec<String>>,
+    /// Added to the image's environment.
+    #[serde(default)]
+    pub env: std::collections::BTreeMap<String, String>,
+    /// Working directory inside; the attempt's fresh folder when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cwd: Option<String>,
+    /// User, or user and group, that it runs as: `1000:1000`. The controller's choice, or the image's, when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// Files and folders of the host that it sees.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<ContainerMount>,
+}
+
+/// A file or folder of the host inside a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ContainerMount {
+    /// Where it is on the host. It must exist.
+    pub source: String,
+    /// Where it is inside.
+    pub target: String,
+    /// Whether it may be written. It may not when absent.
+    #[serde(default)]
+    pub writable: bool,
 }
 
 /// `config.evaluator`: a command that judges what the agent left and posts the reward.

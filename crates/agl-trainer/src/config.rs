@@ -4,7 +4,9 @@
 use std::path::PathBuf;
 
 use agl_core::credit::{AdvantageLevel, Estimator, LossAggregation};
-use agl_core::rollout::{EvaluatorConfig, K8sConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig};
+use agl_core::rollout::{
+    ContainerConfig, EvaluatorConfig, K8sConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig,
+};
 use agl_core::trajectory::Level;
 use agl_core::trajectory::sequence::LengthLimits;
 use agl_engine::{LossConfig, OptimConfig};
@@ -76,6 +78,8 @@ pub struct RolloutSection {
     pub timeout_seconds: u64,
     /// The agent as a command. Strings are Jinja templates over `input`.
     pub process: Option<ProcessConfig>,
+    /// The agent in a container, where `controller.runner = "container"`.
+    pub container: Option<ContainerConfig>,
     /// The agent as a Python class, as Agent Lightning v1.0 starts it.
     pub local: Option<LocalConfig>,
     /// The agent as a Kubernetes Job.
@@ -97,6 +101,7 @@ impl Default for RolloutSection {
             val_temperature: 0.7,
             timeout_seconds: 3600,
             process: None,
+            container: None,
             local: None,
             k8s: None,
             evaluator: None,
@@ -125,6 +130,7 @@ impl RolloutSection {
         RolloutConfig {
             timeout_seconds: self.timeout_seconds,
             process: self.process.clone(),
+            container: self.container.clone(),
             local: self.local.clone(),
             k8s: self.k8s.as_ref().map(|k8s| K8sConfig { job_template: k8s.job_template.clone() }),
             evaluator: self.evaluator.clone(),
@@ -338,6 +344,7 @@ pub fn check(
     let agents = [
         ("rollout.process", rollout.process.is_some()),
         ("rollout.local", rollout.local.is_some()),
+        ("rollout.container", rollout.container.is_some()),
         ("rollout.k8s", rollout.k8s.is_some()),
     ];
     let mut given = agents.iter().filter(|(_, given)| *given);
@@ -350,7 +357,7 @@ pub fn check(
     if let Some((key, _)) = given.next() {
         return refuse(
             key,
-            "is not the only agent given; a rollout runs one: rollout.process, rollout.local or rollout.k8s",
+            "is not the only agent given; a rollout runs one: rollout.process, rollout.local, rollout.container or rollout.k8s",
         );
     }
     if rollout.k8s.as_ref().is_some_and(|k8s| k8s.job_template.is_none()) {

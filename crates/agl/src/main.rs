@@ -69,6 +69,9 @@ enum Command {
     /// Runs one attempt; the controller starts it.
     #[command(hide = true)]
     Supervise(commands::supervise::SuperviseArgs),
+    /// Leads from a container to the gateway; the controller starts it.
+    #[command(hide = true)]
+    Relay(commands::relay::RelayArgs),
     /// Puts walls around one attempt's agent; the supervisor starts it.
     #[command(hide = true)]
     Isolate(commands::isolate::IsolateArgs),
@@ -123,6 +126,9 @@ fn main() -> ExitCode {
     if let Command::Supervise(args) = &cli.command {
         return commands::supervise::supervise(args);
     }
+    if let Command::Relay(args) = &cli.command {
+        return commands::relay::relay(args);
+    }
     // Namespaces are made by a process with a single thread.
     if let Command::Isolate(args) = &cli.command {
         return commands::isolate::isolate(args);
@@ -163,7 +169,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Rollouts(command) => commands::rollouts::rollouts(command).await,
             Command::Models(command) => commands::models::models(command).await,
             Command::Manifests(args) => commands::manifests::manifests(&args),
-            Command::Supervise(_) | Command::Isolate(_) => Ok(()),
+            Command::Supervise(_) | Command::Isolate(_) | Command::Relay(_) => Ok(()),
         }
     });
     if let Some(traces) = traces {

@@ -103,7 +103,7 @@ impl RunFile {
         join(&mut self.model.path);
         join(&mut self.trainer.default_local_dir);
         join(&mut self.controller.work_dir);
-        self.controller.supervisor.iter_mut().for_each(join);
+        self.controller.supervisor.iter_mut().chain(&mut self.controller.container.relay).for_each(join);
         self.controller.zygote.iter_mut().flat_map(|zygote| &mut zygote.path).for_each(join);
         self.controller.isolation.iter_mut().for_each(|isolation| isolation.anchor(folder));
         self.data.train_files.iter_mut().chain(&mut self.data.val_files).for_each(join);
@@ -117,6 +117,16 @@ impl RunFile {
             // A folder that begins with a template is whatever the template says.
             for cwd in process.cwd.iter_mut().filter(|cwd| !cwd.starts_with("{{")) {
                 *cwd = folder.join(&*cwd).display().to_string();
+            }
+        }
+        if let Some(container) = &mut self.rollout.container {
+            container.argv.iter_mut().chain(&mut container.entrypoint).flatten().for_each(fill);
+            container.env.values_mut().chain([&mut container.image]).chain(&mut container.cwd).for_each(fill);
+            for source in container.mounts.iter_mut().map(|mount| &mut mount.source) {
+                fill(source);
+                if !source.starts_with("{{") {
+                    *source = folder.join(&*source).display().to_string();
+                }
             }
         }
         let k8s = self.rollout.k8s.iter_mut().filter_map(|k8s| k8s.job_template_path.as_mut());

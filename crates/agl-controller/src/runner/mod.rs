@@ -4,10 +4,12 @@
 //! became of them; it judges nothing and reports nothing. Starting is safe to repeat: what has been started under the name
 //! of an attempt is joined, not started again.
 //!
+//! * [`container`] — a container of this host's engine for each attempt.
 //! * [`kubernetes`] — a Job of a cluster for each attempt.
 //! * [`process`] — a supervisor process of this host for each attempt.
 //! * [`supervised`] — the controller's end of a supervisor, its own or one that it found.
 
+pub mod container;
 pub mod kubernetes;
 pub mod process;
 pub mod supervised;

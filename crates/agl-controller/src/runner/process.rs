@@ -66,7 +66,7 @@ impl Runner for ProcessRunner {
 
     fn takes(&self, rollout: &Rollout) -> bool {
         let config = &rollout.config;
-        let elsewhere = config.k8s.is_some() || config.extra.get("container").is_some_and(|value| !value.is_null());
+        let elsewhere = config.k8s.is_some() || config.container.is_some();
         config.process.is_some() || config.local.is_some() || !elsewhere
     }
 

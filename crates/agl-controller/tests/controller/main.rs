@@ -1,4 +1,4 @@
-//! The controller with real processes, and with an API server of Kubernetes that the tests play.
+//! The controller with real processes, and with an API server of Kubernetes and an engine of containers that the tests play.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
@@ -8,7 +8,12 @@
 
 mod agents;
 mod cluster;
+mod container;
+mod container_real;
+mod container_recovery;
+mod dock;
 mod end_to_end;
+mod engine;
 mod fleet;
 mod gateway;
 mod isolation;

@@ -26,6 +26,11 @@ impl RunningController {
         self.stop.send(()).unwrap();
         tokio::time::timeout(Duration::from_secs(20), self.task).await.unwrap().unwrap().unwrap();
     }
+
+    /// Waits until it gives up by itself.
+    pub async fn fails(self) -> ControllerError {
+        tokio::time::timeout(Duration::from_secs(20), self.task).await.unwrap().unwrap().unwrap_err()
+    }
 }
 
 pub struct Stage {

@@ -7,6 +7,7 @@ pub mod isolate;
 pub mod manifests;
 pub mod models;
 pub mod quickstart;
+pub mod relay;
 pub mod rollouts;
 pub mod run;
 pub mod sft;

@@ -133,8 +133,8 @@ impl DoctorArgs {
         if let Some(command) = &self.command {
             let env = config.process.take().map(|process| process.env).unwrap_or_default();
             config.process = Some(ProcessConfig { argv: shell(command), env, cwd: Some(here.clone()) });
-            config.local = None;
-        } else if config.process.is_none() && config.local.is_none() {
+            (config.local, config.container) = (None, None);
+        } else if config.process.is_none() && config.local.is_none() && config.container.is_none() {
             return Err(usage(if from_file {
                 "the run file names no agent: set rollout.process.argv, or give --command 'your harness'"
             } else {
