@@ -36,6 +36,7 @@ use agl_client::{AttemptDetail, GatewayClient};
 use agl_core::attempt::AttemptState;
 use agl_core::rollout::Rollout;
 use async_trait::async_trait;
+use serde_json::{Value, json};
 
 pub use self::settings::{ContainerSettings, Pull};
 
@@ -44,10 +45,11 @@ use self::facts::belongs_to;
 use self::images::Images;
 use self::relay::Relay;
 use self::run::ContainerRun;
-use self::spec::{agent_name, evaluator_name};
+use self::spec::{Draft, agent_name, evaluator_name};
 use super::{Host, Leave, Order, Run, Runner};
 use crate::config::ControllerConfig;
 use crate::error::ControllerError;
+use crate::launch::LaunchError;
 use crate::verdict::Verdict;
 use crate::work_dir::{WorkDir, read_record};
 
@@ -206,7 +208,7 @@ impl Runner for ContainerRunner {
     }
 
     /// Looks what the engine has of ours: what was marked on disk may not be all.
-    async fn elected(&self) {
+    async fn observe(&self) {
         let containers = self.shared.engine.containers(self.shared.instance()).await.unwrap_or_else(|refusal| {
             tracing::warn!("the engine does not list its containers: {}", refusal.message());
             Vec::new()
@@ -223,6 +225,23 @@ impl Runner for ContainerRunner {
         if let Some(relay) = self.shared.relay.as_ref().filter(|_| !self.shared.leave.is_set()) {
             relay.close();
         }
+    }
+
+    fn preview(&self, order: &Order) -> Result<Value, LaunchError> {
+        let shared = &self.shared;
+        let dir = shared.work_dir.attempt(&order.rollout.rollout_id, &order.attempt_id);
+        let draft = || Draft {
+            config: &shared.config,
+            instance: shared.instance(),
+            host: &shared.host,
+            order,
+            inside_url: &shared.inside_url,
+            dir: &dir,
+            way: None,
+        };
+        let settings = &shared.config.container;
+        let evaluator = draft().evaluator(None, None)?.map(|plan| plan.shown(settings));
+        Ok(json!({"agent": draft().agent()?.shown(settings), "evaluator": evaluator}))
     }
 
     async fn start(&self, order: Order) -> Result<Box<dyn Run>, Verdict> {

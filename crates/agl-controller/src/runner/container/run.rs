@@ -92,6 +92,7 @@ impl ContainerRun {
         Ok(Draft {
             config: &self.shared.config,
             instance: self.shared.instance(),
+            host: &self.shared.host,
             order: &self.order,
             inside_url: &self.shared.inside_url,
             dir,

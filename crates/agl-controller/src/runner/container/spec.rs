@@ -9,14 +9,15 @@ use bollard::models::{
     ContainerCreateBody, HostConfig, HostConfigLogConfig, ImageConfig, Mount, MountType, RestartPolicy,
     RestartPolicyNameEnum,
 };
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::relay::{self, TOKEN, Way};
 use super::settings::{ContainerSettings, Pull};
 use crate::config::ControllerConfig;
 use crate::launch::{Launch, LaunchError};
-use crate::runner::Order;
 use crate::runner::kubernetes::job::job_name;
+use crate::runner::{Host, Order};
 use crate::work_dir::AttemptDir;
 
 /// Whose attempt a container is.
@@ -75,6 +76,7 @@ pub(super) fn selector(instance: &str) -> Vec<String> {
 pub(super) struct Draft<'a> {
     pub(super) config: &'a ControllerConfig,
     pub(super) instance: &'a str,
+    pub(super) host: &'a Host,
     pub(super) order: &'a Order,
     /// The gateway as containers reach it.
     pub(super) inside_url: &'a str,
@@ -147,15 +149,7 @@ impl Draft<'_> {
     }
 
     fn launch<'b>(&'b self, inside: &'b AttemptDir) -> Launch<'b> {
-        Launch {
-            rollout: &self.order.rollout,
-            attempt_id: &self.order.attempt_id,
-            key: &self.order.key,
-            reward_key: &self.order.reward_key,
-            agent_url: self.inside_url,
-            dir: inside,
-            controller_cwd: PathBuf::from("/"),
-        }
+        Launch { agent_url: self.inside_url, ..Launch::new(self.order, inside, self.host) }
     }
 
     /// The working folder, which may be written, and `files`, which may not.
@@ -218,6 +212,14 @@ impl Plan {
             open_stdin: Some(false),
             host_config: Some(self.walls(settings)),
             ..ContainerCreateBody::default()
+        })
+    }
+
+    /// The same for a person, before anybody has looked at the image. `null` is what the image says.
+    pub(super) fn shown(&self, settings: &ContainerSettings) -> Value {
+        json!({
+            "container": self.name, "image": self.image, "entrypoint": self.entrypoint, "argv": self.argv, "env": self.env,
+            "cwd": self.cwd, "user": self.user, "host_config": self.walls(settings),
         })
     }
 
