@@ -26,7 +26,7 @@ pub(crate) enum Stop {
     Shutdown,
 }
 
-/// Told at most once.
+/// Told once; only [`Stop::Ended`] comes after anything else.
 pub(crate) type StopSignal = watch::Receiver<Option<Stop>>;
 
 /// What a rollout needs next.
@@ -105,6 +105,12 @@ impl Attempts {
             return Ok(Next::Attempt(Box::new(Due { spent, ..Due::first(rollout) })));
         };
         let number = last.attempt.attempt_id.parse().unwrap_or(0);
+        // What a controller left of earlier attempts when it died must be gone before this one goes on.
+        for (_, attempt_id) in self.runner.held().into_iter().filter(|(held, _)| held == rollout_id) {
+            if attempt_id != last.attempt.attempt_id {
+                self.runner.reclaim(rollout_id, &attempt_id).await;
+            }
+        }
         if last.attempt.state.is_terminal() {
             // The controller died, or ended, between the verdict on the attempt and the one on the rollout.
             let verdict = Verdict {
@@ -120,7 +126,7 @@ impl Attempts {
             return Ok(Next::Nothing);
         }
         let reported = last.attempt.state == AttemptState::Running;
-        let found = self.runner.find(&rollout, &last).await;
+        let found = self.runner.find(&rollout, &last).await?;
         let due = Due { number, spent, reported, found, ..Due::first(rollout) };
         if due.found.is_some() {
             tracing::info!(rollout_id, attempt_id = due.attempt_id(), "taking up what an earlier controller started");
@@ -217,12 +223,12 @@ impl Attempts {
     /// Goes on with the attempt that counts now.
     async fn supersede(&self, due: Due) -> Result<Next, ClientError> {
         let rollout = self.client.get_rollout(&due.rollout.rollout_id).await?.rollout;
-        match rollout.current_attempt().parse() {
-            Ok(number) if !rollout.status.state.is_terminal() => {
-                Ok(Next::Attempt(Box::new(Due { number, spent: due.spent, ..Due::first(rollout) })))
-            }
-            _ => Ok(Next::Nothing),
+        if rollout.status.state.is_terminal() {
+            return Ok(Next::Nothing);
         }
+        // Never the same one again: its key has ended with it.
+        let number = rollout.current_attempt().parse().unwrap_or(0).max(due.number + 1);
+        Ok(Next::Attempt(Box::new(Due { number, spent: due.spent, ..Due::first(rollout) })))
     }
 
     /// Makes the attempt the one that counts. From here on the rollout is ours.
@@ -348,7 +354,11 @@ impl Attempts {
     /// Ends what an earlier controller left of an attempt that does not count any more: its rollout was ended or deleted
     /// while no controller ran.
     pub(crate) async fn reclaim(&self, rollout_id: &str, attempt_id: &str) -> Result<Next, ClientError> {
-        match self.client.get_rollout(rollout_id).await {
+        let asked = {
+            let _place = self.taking_up.acquire().await;
+            self.client.get_rollout(rollout_id).await
+        };
+        match asked {
             Ok(detail) => {
                 let rollout = detail.rollout;
                 if rollout.status.state == RolloutState::Running && rollout.current_attempt() == attempt_id {
@@ -407,6 +417,11 @@ impl Attempts {
             due.wait = self.config.backoff(due.spent);
             due.rollout.status.state = RolloutState::Running;
             return Ok(Next::Attempt(Box::new(due)));
+        }
+        // Another attempt may have been asked for that we have not heard of: the end of this one is then not the rollout's.
+        let now = self.client.get_rollout(&due.rollout.rollout_id).await?.rollout;
+        if now.current_attempt().parse::<u32>().is_ok_and(|current| current > due.number) {
+            return self.supersede(due).await;
         }
         let mut message = verdict.message;
         if verdict.retry == Retry::Costs && due.spent > 0 {

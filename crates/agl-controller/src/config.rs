@@ -18,7 +18,7 @@ pub struct ControllerConfig {
     /// Where attempts run.
     pub runner: RunnerKind,
     /// How many attempts run at the same time. Default for processes and containers: twice the number of cores, as agents
-    /// mostly wait for the model; for Kubernetes: as many as the cluster takes.
+    /// mostly wait for the model; for Kubernetes: no limit but its pace.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_concurrent: Option<usize>,
     /// How many attempts a rollout gets when infrastructure fails them; a rollout's own `config.max_attempts` goes first.
@@ -100,7 +100,7 @@ pub enum RunnerKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnShutdown {
-    /// They are killed and count as infrastructure failures that cost no attempt; their rollouts stay `running`, and the
+    /// They are killed (Jobs of a cluster go on even then) and count as infrastructure failures that cost no attempt; their rollouts stay `running`, and the
     /// next controller makes new attempts.
     #[default]
     Kill,

@@ -4,8 +4,9 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use agl_client::{ClientError, GatewayClient};
+use agl_client::{Change, ClientError, GatewayClient};
 use futures_util::StreamExt;
+use futures_util::stream::{self, BoxStream};
 use tokio::sync::Semaphore;
 
 use crate::attempt::{Attempts, TAKING_UP};
@@ -21,6 +22,11 @@ use crate::work_dir::WorkDir;
 
 /// The controller waits for its gateway as long as it takes: agents go on meanwhile.
 const PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// How long somebody waits who only looks.
+const GLANCE: Duration = Duration::from_secs(10);
+/// Before a watch that the gateway could not serve is begun again.
+const AGAIN: Duration = Duration::from_secs(2);
 
 /// Runs rollouts until it is told to end.
 #[derive(Debug)]
@@ -47,13 +53,22 @@ impl Controller {
         loop {
             let leave = Leave::default();
             let runner = self.runner(&work_dir, &leave).await?;
-            let ready = async {
+            let leads = async {
                 runner.elected().await;
-                runner.observe().await;
+                tokio::select! {
+                    () = runner.observe() => true,
+                    () = runner.deposed() => false,
+                }
             };
-            tokio::select! {
-                () = ready => {}
-                () = &mut shutdown => return Ok(()),
+            let leads = tokio::select! {
+                leads = leads => leads,
+                () = &mut shutdown => {
+                    runner.resign().await;
+                    return Ok(());
+                }
+            };
+            if !leads {
+                continue;
             }
             tracing::info!(
                 gateway = self.client.base_url(), work_dir = %self.config.work_dir.display(), runner = runner.kind(),
@@ -79,7 +94,8 @@ impl Controller {
         let work_dir = Arc::new(WorkDir::look(&self.config.work_dir));
         let runner = self.runner(&work_dir, &Leave::always()).await?;
         runner.observe().await;
-        Ok(plan(&self.config, &self.client, runner.as_ref()).await?)
+        let client = self.client.clone().with_patience(GLANCE);
+        Ok(plan(&self.config, &client, runner.as_ref()).await?)
     }
 
     fn check(&self) -> Result<(), ControllerError> {
@@ -105,6 +121,16 @@ impl Controller {
     }
 }
 
+/// Changes from a while later on.
+fn later(client: &GatewayClient, wait: Duration) -> BoxStream<'static, Result<Change, ClientError>> {
+    let client = client.clone();
+    let begun = async move {
+        tokio::time::sleep(wait).await;
+        client.watch(None)
+    };
+    stream::once(begun).flatten().boxed()
+}
+
 /// Why a controller stopped leading before its end.
 enum Ended {
     Deposed,
@@ -123,6 +149,11 @@ async fn lead(attempts: Attempts, shutdown: &mut (impl Future<Output = ()> + Unp
             change = changes.next() => match change {
                 Some(Ok(change)) => board.note(change),
                 Some(Err(error @ ClientError::Unreachable { .. })) => tracing::warn!("{error}"),
+                // Its trouble, not ours: agents are not to end for it.
+                Some(Err(error)) if matches!(error.status(), Some(429 | 500..)) => {
+                    tracing::warn!("the watch of the gateway broke and is begun again: {error}");
+                    changes = later(&board.client(), AGAIN);
+                }
                 Some(Err(error)) => break Err(Ended::Refused(error)),
                 None => break Ok(()),
             },

@@ -8,7 +8,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use agl_client::{Change, ChangeKind, ClientError};
+use agl_client::{Change, ChangeKind, ClientError, GatewayClient};
 use agl_core::rollout::{Rollout, RolloutState};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -97,6 +97,11 @@ impl Board {
         board
     }
 
+    /// The gateway.
+    pub(crate) fn client(&self) -> GatewayClient {
+        self.attempts.client.clone()
+    }
+
     /// Waits for one thing to happen and takes note of it. May be dropped and called again.
     pub(crate) async fn turn(&mut self) {
         let wake = self.start_due();
@@ -173,7 +178,8 @@ impl Board {
     fn take_up(&mut self, rollout: Rollout) {
         let attempts = self.attempts.clone();
         let rollout_id = rollout.rollout_id;
-        self.spawn(rollout_id.clone(), None, async move |_| attempts.take_up(&rollout_id).await);
+        let now = Duration::ZERO;
+        self.spawn(rollout_id.clone(), None, async move |stop| attempts.take_up_again(&rollout_id, now, stop).await);
     }
 
     /// Takes a rollout up again after a while, as the gateway and the runner then tell that it stands.
@@ -188,10 +194,14 @@ impl Board {
     fn reclaim_strays(&mut self) {
         for (rollout_id, attempt_id) in self.attempts.runner.held() {
             if !self.places.contains_key(&rollout_id) {
-                let attempts = self.attempts.clone();
-                self.chores.spawn(async move { Chore::Done(attempts.reclaim(&rollout_id, &attempt_id).await) });
+                self.reclaim(rollout_id, attempt_id);
             }
         }
+    }
+
+    fn reclaim(&mut self, rollout_id: String, attempt_id: String) {
+        let attempts = self.attempts.clone();
+        self.chores.spawn(async move { Chore::Done(attempts.reclaim(&rollout_id, &attempt_id).await) });
     }
 
     /// Starts as many attempts as there are places for and the pace allows. Says when there is more to do.
@@ -267,7 +277,7 @@ impl Board {
             self.troubles.remove(&rollout_id);
         }
         match next {
-            Next::Attempt(_) if ended_from_outside => {}
+            Next::Attempt(due) if ended_from_outside => self.reclaim(rollout_id, due.number.to_string()),
             // It runs already: it needs no place, it has one.
             Next::Attempt(due) if due.found.is_some() => self.start(*due),
             Next::Attempt(due) if due.wait.is_zero() => self.enqueue(*due),
@@ -300,7 +310,8 @@ impl Board {
                     if let Some(pass) = &mut self.resync.under_way {
                         pass.unseen.remove(&rollout.rollout_id);
                     }
-                    self.note_wanted(rollout);
+                    let rollout_id = rollout.rollout_id.clone();
+                    self.note(Change { cursor: 0, kind: ChangeKind::Snapshot, rollout_id, rollout: Some(rollout) });
                 }
                 match last {
                     Some(last) => self.ask_for_page(Some(last)),

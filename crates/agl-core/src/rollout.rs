@@ -387,6 +387,16 @@ impl Rollout {
                 });
             }
             self.status.state = next;
+        } else if self.status.state.is_terminal()
+            && patch.last_attempt_id.is_some()
+            && patch.last_attempt_id != self.status.last_attempt_id
+        {
+            // What a rollout came to is what its last attempt did: nobody changes that afterwards.
+            return Err(IllegalTransition {
+                rollout_id: self.rollout_id.clone(),
+                from: self.status.state.to_string(),
+                to: "another attempt".to_owned(),
+            });
         }
         for (slot, value) in [
             (&mut self.status.k8s_job_name, &patch.k8s_job_name),

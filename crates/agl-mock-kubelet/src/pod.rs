@@ -68,8 +68,17 @@ impl PodLife {
                 self.note("start", &pod);
                 let running = json!({"running": {"startedAt": null}});
                 self.report(&name, status("Running", &container.name, running)).await;
-                let code = wait(child, &mut end).await;
+                let limit = pod.spec.as_ref().and_then(|spec| spec.active_deadline_seconds);
+                let limit = limit.and_then(|seconds| u64::try_from(seconds).ok()).map(Duration::from_secs);
+                let (code, late) = wait(child, &mut end, limit).await;
                 self.note("end", &pod);
+                if late {
+                    let reason =
+                        json!({"phase": "Failed", "reason": "DeadlineExceeded", "message": "Pod was active too long"});
+                    self.report(&name, reason).await;
+                    gone(&mut end).await;
+                    return self.forget(&name, true).await;
+                }
                 let phase = if code == 0 { "Succeeded" } else { "Failed" };
                 let reason = if code == 0 { "Completed" } else { "Error" };
                 let state = json!({"terminated": {"exitCode": code, "reason": reason}});
@@ -193,13 +202,27 @@ async fn gone(end: &mut watch::Receiver<bool>) {
     let _ = end.wait_for(|end| *end).await.map(drop);
 }
 
-/// Waits for a process to exit, or ends it with its group. 128 + n stands for signal n.
-async fn wait(mut child: Child, end: &mut watch::Receiver<bool>) -> i32 {
+/// Waits for a process to exit, or ends it with its group. 128 + n stands for signal n; true says that its time was over.
+async fn wait(mut child: Child, end: &mut watch::Receiver<bool>, limit: Option<Duration>) -> (i32, bool) {
+    let deadline = async {
+        match limit {
+            Some(limit) => tokio::time::sleep(limit).await,
+            None => std::future::pending().await,
+        }
+    };
+    let mut late = false;
     let group = child.id().and_then(|pid| i32::try_from(pid).ok()).map(Pid::from_raw);
     let signal = |signal| group.map(|group| killpg(group, signal));
+    let stop = async {
+        tokio::select! {
+            () = gone(end) => false,
+            () = deadline => true,
+        }
+    };
     let exited = tokio::select! {
         exited = child.wait() => exited,
-        () = gone(end) => {
+        is_late = stop => {
+            late = is_late;
             signal(Signal::SIGTERM);
             match tokio::time::timeout(GRACE, child.wait()).await {
                 Ok(exited) => exited,
@@ -212,7 +235,7 @@ async fn wait(mut child: Child, end: &mut watch::Receiver<bool>) -> i32 {
     };
     // What it left behind goes with the container.
     signal(Signal::SIGKILL);
-    exited.map_or(255, |status| status.code().unwrap_or(128 + status.signal().unwrap_or(0)))
+    (exited.map_or(255, |status| status.code().unwrap_or(128 + status.signal().unwrap_or(0))), late)
 }
 
 fn status(phase: &str, container: &str, state: Value) -> Value {

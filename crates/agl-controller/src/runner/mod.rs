@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use agl_client::{AttemptDetail, AttemptGrant};
+use agl_client::{AttemptDetail, AttemptGrant, ClientError};
 use agl_core::rollout::Rollout;
 use async_trait::async_trait;
 use serde_json::{Map, Value};
@@ -124,7 +124,10 @@ pub trait Runner: Debug + Send + Sync {
 
     /// What there is of an attempt that an earlier controller began. `None`: nothing is left that runs, nor a record of
     /// how it ended, and nothing will begin any more.
-    async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Option<Box<dyn Run>>;
+    ///
+    /// # Errors
+    /// Where the gateway does not tell what is needed for it.
+    async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Result<Option<Box<dyn Run>>, ClientError>;
 
     /// Attempts of which something may be left: `(rollout_id, attempt_id)`.
     fn held(&self) -> Vec<(String, String)>;

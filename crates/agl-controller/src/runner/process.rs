@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use agl_client::AttemptDetail;
+use agl_client::{AttemptDetail, ClientError};
 use agl_core::rollout::Rollout;
 use async_trait::async_trait;
 use serde_json::{Map, Value, json};
@@ -115,10 +115,10 @@ impl Runner for ProcessRunner {
         }
     }
 
-    async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Option<Box<dyn Run>> {
+    async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Result<Option<Box<dyn Run>>, ClientError> {
         let dir = self.work_dir.attempt(&rollout.rollout_id, &attempt.attempt.attempt_id);
-        let supervised = Supervised::find(&dir, self.leave.clone())?;
-        Some(Box::new(self.run(supervised, dir)))
+        let found = Supervised::find(&dir, self.leave.clone());
+        Ok(found.map(|supervised| Box::new(self.run(supervised, dir)) as Box<dyn Run>))
     }
 
     fn held(&self) -> Vec<(String, String)> {

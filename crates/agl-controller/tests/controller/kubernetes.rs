@@ -54,8 +54,10 @@ async fn a_job_is_what_its_template_says_and_what_we_decide_over_it() {
     let spec = &job["spec"];
     assert_eq!(
         json!([spec["backoffLimit"], spec["ttlSecondsAfterFinished"], spec["activeDeadlineSeconds"]]),
-        json!([0, 77, 60])
+        json!([0, 77, 660])
     );
+    // The agent's time is the pod's; the Job's has the time to start on top.
+    assert_eq!(spec["template"]["spec"]["activeDeadlineSeconds"], 60);
     assert_eq!(spec["template"]["spec"]["restartPolicy"], "Never");
     assert_eq!(spec["template"]["spec"]["automountServiceAccountToken"], false);
     assert_eq!(job["metadata"]["namespace"], "agents");

@@ -146,7 +146,11 @@ pub(super) async fn retry(
         RolloutState::Running => {
             let (detail, _new) = app.store.create_attempt(&rollout_id, None, clock::now()).await?;
             let patch = StatusPatch { last_attempt_id: Some(detail.attempt.attempt_id), ..StatusPatch::default() };
-            return Ok((StatusCode::OK, Json(app.store.patch_rollout(&rollout_id, patch, clock::now()).await?)));
+            match app.store.patch_rollout(&rollout_id, patch, clock::now()).await {
+                // It has ended since we looked.
+                Err(StoreError::Illegal(_)) => {}
+                patched => return Ok((StatusCode::OK, Json(patched?))),
+            }
         }
         RolloutState::Succeeded | RolloutState::Failed => {}
     }

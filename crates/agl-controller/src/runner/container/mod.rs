@@ -32,7 +32,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use agl_client::{AttemptDetail, GatewayClient};
+use agl_client::{AttemptDetail, ClientError, GatewayClient};
 use agl_core::attempt::AttemptState;
 use agl_core::rollout::Rollout;
 use async_trait::async_trait;
@@ -171,14 +171,9 @@ impl ContainerRunner {
     }
 
     /// An attempt as it was ordered, for one that an earlier controller began.
-    async fn order(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Option<Order> {
-        match self.client.create_attempt(&rollout.rollout_id, &attempt.attempt.attempt_id).await {
-            Ok(grant) => Some(Order::new(rollout.clone(), grant, &self.shared.inside_url)),
-            Err(error) => {
-                tracing::error!(rollout_id = rollout.rollout_id, "cannot ask for the attempt's keys again: {error}");
-                None
-            }
-        }
+    async fn order(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Result<Order, ClientError> {
+        let grant = self.client.create_attempt(&rollout.rollout_id, &attempt.attempt.attempt_id).await?;
+        Ok(Order::new(rollout.clone(), grant, &self.shared.inside_url))
     }
 
     fn found(&self) -> std::sync::MutexGuard<'_, HashSet<(String, String)>> {
@@ -252,22 +247,22 @@ impl Runner for ContainerRunner {
     }
 
     /// An attempt that was never reported to run and made no call may not have got its container yet: it is then made.
-    async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Option<Box<dyn Run>> {
+    async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Result<Option<Box<dyn Run>>, ClientError> {
         let (rollout_id, attempt_id) = (&rollout.rollout_id, &attempt.attempt.attempt_id);
         let dir = self.shared.work_dir.attempt(rollout_id, attempt_id);
         let order = self.order(rollout, attempt).await?;
         if let Some(record) = read_record(&dir.exit()) {
-            return Some(Box::new(ContainerRun::ended(self.shared.clone(), order, record)));
+            return Ok(Some(Box::new(ContainerRun::ended(self.shared.clone(), order, record))));
         }
         if let Some(end) = read_record(&dir.agent_end()) {
-            return Some(Box::new(ContainerRun::judging(self.shared.clone(), order, end)));
+            return Ok(Some(Box::new(ContainerRun::judging(self.shared.clone(), order, end))));
         }
         let begun = attempt.attempt.state != AttemptState::Starting || attempt.calls > 0;
         let there = self.shared.engine.container(&agent_name(rollout_id, attempt_id)).await;
-        match there {
+        Ok(match there {
             Ok(None) if begun => None,
             _ => Some(Box::new(ContainerRun::making(self.shared.clone(), order))),
-        }
+        })
     }
 
     fn held(&self) -> Vec<(String, String)> {

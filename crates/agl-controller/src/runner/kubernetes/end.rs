@@ -9,18 +9,20 @@ use super::refusal::Refusal;
 
 /// Between two tries at a request that failed.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// How long the end of a Job and its pods is waited for before it is left to the cluster.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long the end of a Job's pods is waited for, once the API server has heard of it, before it is left to the cluster.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+/// How often pods that belong to nobody are asked to end.
+const AGAIN: Duration = Duration::from_secs(5);
 
 impl Shared {
     /// Ends a Job and its pods, and waits until they are gone.
     pub(super) async fn end(&self, name: &str) {
+        let mut changed = self.observed.subscribe(name);
+        self.delete(name).await;
         let gone = async {
-            self.delete(name).await;
-            let mut changed = self.observed.subscribe(name);
-            while !self.observed.is_gone(name) {
+            while !self.observed.is_over(name) {
                 self.end_left_pods(name).await;
-                let _ = changed.changed().await;
+                let _ = tokio::time::timeout(AGAIN, changed.changed()).await;
             }
         };
         if tokio::time::timeout(PATIENCE, gone).await.is_err() {
@@ -34,10 +36,6 @@ impl Shared {
         while let Err(error) = self.jobs.delete(name, &DeleteParams::foreground()).await {
             match Refusal::of(&error) {
                 Refusal::NotFound(_) => return,
-                Refusal::Forbidden(message) | Refusal::Invalid(message) => {
-                    tracing::error!(job = name, "cannot delete it: {message}");
-                    return;
-                }
                 other => retry.wait(&format!("{other:?}"), name).await,
             }
         }
@@ -51,7 +49,7 @@ impl Shared {
         }
         for pod in self.observed.pods(name).iter().filter(|pod| !pod.deleting) {
             if let Err(error) = self.pods.delete(&pod.name, &DeleteParams::default()).await {
-                tracing::debug!(pod = pod.name, "cannot delete it: {error}");
+                tracing::warn!(pod = pod.name, "cannot delete it: {error}");
             }
         }
     }
@@ -66,7 +64,11 @@ impl Retry {
     }
 
     pub(super) async fn wait(&mut self, why: &str, job: &str) {
-        tracing::debug!(job, wait = ?self.0, "trying again: {why}");
+        if self.0 < RETRY.1 {
+            tracing::debug!(job, wait = ?self.0, "trying again: {why}");
+        } else {
+            tracing::warn!(job, "still trying: {why}");
+        }
         tokio::time::sleep(self.0).await;
         self.0 = (self.0 * 2).min(RETRY.1);
     }

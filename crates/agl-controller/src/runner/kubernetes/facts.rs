@@ -300,7 +300,8 @@ impl std::fmt::Display for Reason {
     }
 }
 
-/// Where an attempt stands. `job` is `None` once it was deleted; `started` is true once any pod of it has begun.
+/// Where an attempt stands. `job` is `None` once it was deleted; `started` is true once any pod of it has begun, whoever saw
+/// it.
 ///
 /// As long as a pod may run, it is not over: nothing else may take its place. Only where `given_up` says that it cannot be
 /// ended is a pod that is being deleted taken for gone.
@@ -317,7 +318,7 @@ pub fn judge<'a>(
     if let Some(pod) = pods.clone().find(|pod| pod.has_ended() && !pod.deleting && !deadline) {
         return Seen::Over(pod.over());
     }
-    if let Some(pod) = pods.clone().find(|pod| !pod.has_ended() && !given_up) {
+    if let Some(pod) = pods.clone().find(|pod| !pod.has_ended() && !(given_up && pod.deleting)) {
         return match job {
             Some(job) if !pod.deleting && job.ended.is_none() => match pod.phase.as_str() {
                 "Running" if pod.has_started() => Seen::Running { pod: pod.name.clone(), node: pod.node.clone() },
@@ -348,7 +349,8 @@ pub fn judge<'a>(
         None if given_up => {
             Seen::Over(Over::Lost("its pod is being deleted and does not end: its node may be gone".to_owned()))
         }
-        None if pods.clone().next().is_some() => Seen::Ending,
+        // Its pod is gone or going: its Job will say why.
+        None if started || pods.clone().next().is_some() => Seen::Ending,
         None => Seen::Waiting(None),
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use agl_core::rollout::Rollout;
 use minijinja::{Environment, UndefinedBehavior};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -14,6 +15,8 @@ use super::KubernetesConfig;
 
 /// What Kubernetes allows as a label's value and as a Job's name.
 const LONGEST: usize = 63;
+/// How long a pod may take to end, in seconds.
+const LONGEST_GRACE: u64 = 50;
 /// The key's place in the Secret.
 const SECRET_KEY: &str = "key";
 
@@ -21,6 +24,10 @@ const SECRET_KEY: &str = "key";
 pub(super) const ROLLOUT_ID: &str = "agl/rollout-id";
 /// See [`ROLLOUT_ID`].
 pub(super) const ATTEMPT_ID: &str = "agl/attempt-id";
+/// When the rollout was created: an id may be used again once its rollout was deleted.
+pub(super) const CREATED_AT: &str = "agl/created-at";
+/// The label that tells several gateways apart.
+pub(super) const INSTANCE: &str = "app.kubernetes.io/instance";
 /// Marks the pods of rollouts, for the network policy.
 const ROLE: &str = "agl/role";
 
@@ -67,6 +74,11 @@ fn label_value(id: &str) -> String {
     if fits && bytes.iter().copied().all(inside) { id.to_owned() } else { format!("sha256-{}", short_hash(id)) }
 }
 
+/// A rollout's [`CREATED_AT`].
+pub(super) fn created_at(rollout: &Rollout) -> String {
+    format!("{:.6}", rollout.status.created_at)
+}
+
 /// The labels by which a controller finds its own.
 pub(super) fn selector(config: &KubernetesConfig) -> String {
     format!("app.kubernetes.io/managed-by=agl,app.kubernetes.io/instance={}", config.instance)
@@ -83,7 +95,7 @@ pub fn job(order: &Order, config: &KubernetesConfig, sdk_environment: bool) -> R
     let template = template.filter(|template| !template.is_empty()).ok_or(LaunchError::NoJobTemplate)?;
     let mut job = one_job(&render(order, &name, template)?)?;
     let labels = labels(order, config);
-    let annotations = json!({ROLLOUT_ID: rollout.rollout_id, ATTEMPT_ID: attempt_id});
+    let annotations = json!({ROLLOUT_ID: rollout.rollout_id, ATTEMPT_ID: attempt_id, CREATED_AT: created_at(rollout)});
 
     set(&mut job, &["apiVersion"], json!("batch/v1"))?;
     set(&mut job, &["metadata", "name"], json!(name))?;
@@ -99,9 +111,17 @@ pub fn job(order: &Order, config: &KubernetesConfig, sdk_environment: bool) -> R
         remove(&mut job, &["spec", key]);
     }
     set(&mut job, &["spec", "ttlSecondsAfterFinished"], json!(config.ttl_seconds_after_finished))?;
-    match rollout.config.timeout_seconds {
-        0 => remove(&mut job, &["spec", "activeDeadlineSeconds"]),
-        seconds => set(&mut job, &["spec", "activeDeadlineSeconds"], json!(seconds))?,
+    // The agent's time is its pod's, which the kubelet counts from when it has it. The Job's is a net below it: it counts the
+    // queue for a node too, which is not the agent's fault.
+    let start = config.start_timeout_seconds.ceil() as u64;
+    for (path, seconds) in [
+        (&["spec", "template", "spec", "activeDeadlineSeconds"][..], rollout.config.timeout_seconds),
+        (&["spec", "activeDeadlineSeconds"], rollout.config.timeout_seconds.saturating_add(start)),
+    ] {
+        match rollout.config.timeout_seconds {
+            0 => remove(&mut job, path),
+            _ => set(&mut job, path, json!(seconds))?,
+        }
     }
     merge(&mut job, &["spec", "template", "metadata", "labels"], &labels)?;
     merge(&mut job, &["spec", "template", "metadata", "labels"], &json!({ROLE: "rollout"}))?;
@@ -110,6 +130,10 @@ pub fn job(order: &Order, config: &KubernetesConfig, sdk_environment: bool) -> R
     // An agent is no business of the API server's, unless its template says so.
     let pod = mapping(&mut job, &["spec", "template", "spec"])?;
     pod.entry("automountServiceAccountToken").or_insert(json!(false));
+    // A pod that is being ended is waited for, though not for ever.
+    if pod.get("terminationGracePeriodSeconds").and_then(Value::as_u64).is_some_and(|grace| grace > LONGEST_GRACE) {
+        pod.insert("terminationGracePeriodSeconds".to_owned(), json!(LONGEST_GRACE));
+    }
     let containers = job.pointer_mut("/spec/template/spec/containers").and_then(Value::as_array_mut);
     let containers = containers.filter(|containers| !containers.is_empty()).ok_or_else(|| {
         LaunchError::JobTemplate("spec.template.spec.containers is missing: there is nothing to run".to_owned())
@@ -141,7 +165,7 @@ pub fn secret(order: &Order, config: &KubernetesConfig, job_uid: &str) -> Value 
 fn labels(order: &Order, config: &KubernetesConfig) -> Value {
     json!({
         "app.kubernetes.io/managed-by": "agl",
-        "app.kubernetes.io/instance": config.instance,
+        INSTANCE: config.instance,
         ROLLOUT_ID: label_value(&order.rollout.rollout_id),
         ATTEMPT_ID: label_value(&order.attempt_id),
     })

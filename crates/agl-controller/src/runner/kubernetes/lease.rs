@@ -2,8 +2,8 @@
 //!
 //! As client-go does it: a candidate takes the Lease when it has seen it unchanged for a whole lease duration on its own
 //! monotonic clock, so that no two clocks are compared. A leader that cannot renew in time stops leading before another one
-//! may begin. Two that lead for a moment all the same do no harm: Jobs have fixed names, and the gateway's state machine
-//! lets one of them claim a rollout.
+//! may begin. One that was stopped and wakes up as a leader of the past does no harm: it asks the gateway before it gives a
+//! Job its Secret, without which no pod starts.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -31,6 +31,8 @@ pub(super) struct Election {
     identity: String,
     /// The Lease as it was last seen to change, and when that was.
     seen: Mutex<Option<(Option<String>, Instant)>>,
+    /// When we last asked for the Lease and got it.
+    renewed: Mutex<Instant>,
 }
 
 /// What a try at the Lease gave.
@@ -41,7 +43,7 @@ enum Try {
 
 impl Election {
     pub(super) fn new(api: Api<Lease>, name: &str, identity: String) -> Self {
-        Self { api, name: name.to_owned(), identity, seen: Mutex::new(None) }
+        Self { api, name: name.to_owned(), identity, seen: Mutex::new(None), renewed: Mutex::new(Instant::now()) }
     }
 
     /// Waits until the Lease is ours.
@@ -49,9 +51,12 @@ impl Election {
         let mut standing_by = None;
         let mut complained = false;
         loop {
-            match self.try_hold().await {
+            let asked = Instant::now();
+            let tried = tokio::time::timeout(RENEW_DEADLINE, self.try_hold()).await;
+            match tried.unwrap_or_else(|late| Err(Error::Service(late.into()))) {
                 Ok(Try::Held) => {
                     tracing::info!(lease = self.name, identity = self.identity, "this controller leads");
+                    self.note_renewed(asked);
                     return;
                 }
                 Ok(Try::Elsewhere(holder)) => {
@@ -70,20 +75,22 @@ impl Election {
         }
     }
 
-    /// Renews the Lease until that fails for too long or another one holds it.
+    /// Renews the Lease until that fails for too long or another one holds it. May be dropped and called again.
     pub(super) async fn lost(&self) {
-        let mut renewed = Instant::now();
         loop {
-            tokio::time::sleep(PERIOD).await;
-            match tokio::time::timeout_at(renewed + RENEW_DEADLINE, self.try_hold()).await {
-                Ok(Ok(Try::Held)) => renewed = Instant::now(),
+            // Counted from the question: the others count from the answer to it.
+            let deadline = self.renewed() + RENEW_DEADLINE;
+            tokio::time::sleep_until(deadline.min(Instant::now() + PERIOD)).await;
+            let asked = Instant::now();
+            match tokio::time::timeout_at(deadline, self.try_hold()).await {
+                Ok(Ok(Try::Held)) => self.note_renewed(asked),
                 Ok(Ok(Try::Elsewhere(holder))) => {
                     tracing::warn!(lease = self.name, holder, "the lease went to another controller");
                     return;
                 }
                 Ok(Err(error)) => {
                     tracing::warn!(lease = self.name, "cannot renew the lease: {error}");
-                    if renewed.elapsed() >= RENEW_DEADLINE {
+                    if Instant::now() >= deadline {
                         return;
                     }
                 }
@@ -106,6 +113,14 @@ impl Election {
         if let Err(error) = released.await {
             tracing::debug!(lease = self.name, "the lease was not given back: {error}");
         }
+    }
+
+    fn renewed(&self) -> Instant {
+        *self.renewed.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn note_renewed(&self, asked: Instant) {
+        *self.renewed.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = asked;
     }
 
     async fn try_hold(&self) -> Result<Try, Error> {

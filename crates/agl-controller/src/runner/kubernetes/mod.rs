@@ -24,7 +24,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use agl_client::{AttemptDetail, GatewayClient};
+use agl_client::{AttemptDetail, ClientError, GatewayClient};
 use agl_core::attempt::AttemptState;
 use agl_core::rollout::Rollout;
 use async_trait::async_trait;
@@ -40,7 +40,7 @@ use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use self::job::{ATTEMPT_ID, ROLLOUT_ID, job_name, selector};
+use self::job::{job_name, selector};
 use self::lease::Election;
 use self::observe::Observed;
 use self::run::KubernetesRun;
@@ -104,7 +104,6 @@ impl Default for KubernetesConfig {
 #[derive(Debug)]
 pub struct KubernetesRunner {
     shared: Arc<Shared>,
-    client: GatewayClient,
     election: Option<Election>,
     /// The watches; they end with the runner.
     watches: Mutex<JoinSet<()>>,
@@ -114,6 +113,7 @@ pub struct KubernetesRunner {
 #[derive(Debug)]
 struct Shared {
     config: ControllerConfig,
+    client: GatewayClient,
     owner: String,
     host: Host,
     work_dir: Arc<WorkDir>,
@@ -157,6 +157,8 @@ impl KubernetesRunner {
             let options = KubeConfigOptions { context: context.clone(), ..KubeConfigOptions::default() };
             Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(|error| fault(&error))?
         };
+        // A connection that has gone silent ends; watches are answered within 290 seconds.
+        cluster.read_timeout = Some(Duration::from_secs(330));
         // We wait by ourselves where the API server is overloaded, so that nothing else is asked for meanwhile.
         cluster.default_retry = false;
         let cluster = Client::try_from(cluster).map_err(|error| fault(&error))?;
@@ -182,20 +184,17 @@ impl KubernetesRunner {
             pods: Api::namespaced(cluster.clone(), &namespace),
             secrets: Api::namespaced(cluster, &namespace),
             config,
+            client,
         };
-        Ok(Self { shared: Arc::new(shared), client, election, watches: Mutex::new(JoinSet::new()) })
+        Ok(Self { shared: Arc::new(shared), election, watches: Mutex::new(JoinSet::new()) })
     }
 
     /// An attempt as it was ordered, for one that an earlier controller began.
-    async fn order(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Option<Order> {
-        let agent_url = self.shared.config.agent_url.as_deref().unwrap_or_else(|| self.client.base_url());
-        match self.client.create_attempt(&rollout.rollout_id, &attempt.attempt.attempt_id).await {
-            Ok(grant) => Some(Order::new(rollout.clone(), grant, agent_url)),
-            Err(error) => {
-                tracing::error!(rollout_id = rollout.rollout_id, "cannot ask for the attempt's keys again: {error}");
-                None
-            }
-        }
+    async fn order(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Result<Order, ClientError> {
+        let client = &self.shared.client;
+        let agent_url = self.shared.config.agent_url.as_deref().unwrap_or_else(|| client.base_url());
+        let grant = client.create_attempt(&rollout.rollout_id, &attempt.attempt.attempt_id).await?;
+        Ok(Order::new(rollout.clone(), grant, agent_url))
     }
 }
 
@@ -268,18 +267,19 @@ impl Runner for KubernetesRunner {
 
     /// The Job of an attempt that was never reported to run and made no call may not have got its Secret yet. One without a
     /// Job is lost even then: it may have had one, and must not run twice.
-    async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Option<Box<dyn Run>> {
+    async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Result<Option<Box<dyn Run>>, ClientError> {
         let name = job_name(&rollout.rollout_id, &attempt.attempt.attempt_id);
-        let there = self.shared.observed.job(&name).is_some();
-        let begun = attempt.attempt.state != AttemptState::Starting || attempt.calls > 0;
-        if !there && self.shared.observed.is_gone(&name) {
-            return None;
+        let job = self.shared.observed.job(&name);
+        if job.is_none() && self.shared.observed.is_over(&name) {
+            return Ok(None);
         }
         let order = self.order(rollout, attempt).await?;
-        Some(Box::new(match there && !begun {
-            true => KubernetesRun::making(self.shared.clone(), order),
-            false => KubernetesRun::watching(self.shared.clone(), order),
-        }))
+        let reported = attempt.attempt.state == AttemptState::Running;
+        let whole = reported || attempt.calls > 0 || job.is_none_or(|job| job.deleting);
+        Ok(Some(Box::new(match whole {
+            true => KubernetesRun::watching(self.shared.clone(), order, reported),
+            false => KubernetesRun::making(self.shared.clone(), order),
+        })))
     }
 
     fn held(&self) -> Vec<(String, String)> {
@@ -291,7 +291,7 @@ impl Runner for KubernetesRunner {
 
     async fn reclaim(&self, rollout_id: &str, attempt_id: &str) -> bool {
         let name = job_name(rollout_id, attempt_id);
-        if self.shared.observed.is_gone(&name) {
+        if self.shared.observed.is_over(&name) {
             return false;
         }
         self.shared.end(&name).await;

@@ -18,6 +18,7 @@ use kube::{Api, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use super::facts::{JobFacts, PodFacts, Seen, judge};
 
@@ -25,6 +26,8 @@ use super::facts::{JobFacts, PodFacts, Seen, judge};
 const PAGE: u32 = 500;
 /// How long a broken watch waits before it is tried again; longer each time.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// A watch that has gone well for so long begins with the shortest wait again.
+const FORGOTTEN: Duration = Duration::from_secs(30);
 
 /// What the cluster has of ours.
 #[derive(Clone, Default)]
@@ -56,8 +59,8 @@ enum JobState {
     Unseen,
     /// There; last seen in, or created after the beginning of, this list.
     There(JobFacts, u64),
-    /// There was one, and it was deleted.
-    Deleted,
+    /// There was one of this uid, and it was deleted.
+    Deleted(String),
 }
 
 /// Which of the two watches.
@@ -65,6 +68,14 @@ enum JobState {
 enum Kind {
     Jobs = 0,
     Pods = 1,
+}
+
+impl JobState {
+    fn delete(&mut self) {
+        if let Self::There(job, _) = self {
+            *self = Self::Deleted(std::mem::take(&mut job.uid));
+        }
+    }
 }
 
 impl Entry {
@@ -97,7 +108,7 @@ impl Observed {
         K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
     {
         let config = Config { label_selector: Some(selector), page_size: Some(PAGE), ..Config::default() };
-        let mut events = watcher(api, config).backoff(Doubling(BACKOFF.0)).boxed();
+        let mut events = watcher(api, config).backoff(Doubling(BACKOFF.0, Instant::now())).boxed();
         let mut broken = false;
         let plural = K::plural(&());
         while let Some(event) = events.next().await {
@@ -111,7 +122,8 @@ impl Observed {
                     continue;
                 }
             };
-            if std::mem::take(&mut broken) {
+            // That a list begins is not yet a list.
+            if !matches!(event, Event::Init) && std::mem::take(&mut broken) {
                 tracing::info!("the watch of {plural} goes on");
             }
             match event {
@@ -140,26 +152,27 @@ impl Observed {
 
     /// Where an attempt stands, by its Job's name; `extra` are pods that were asked for beside the watch, `given_up` is
     /// [`judge`]'s.
-    pub(super) fn look(&self, name: &str, extra: &[PodFacts], given_up: bool) -> Option<Seen> {
+    pub(super) fn look(&self, name: &str, extra: &[PodFacts], begun: bool, given_up: bool) -> Seen {
         let inside = self.lock();
-        let entry = inside.entries.get(name)?;
+        let Some(entry) = inside.entries.get(name) else {
+            return judge(None, extra.iter(), begun, given_up);
+        };
         let job = match &entry.job {
             JobState::There(job, _) => Some(job),
-            JobState::Unseen if entry.pods.is_empty() => return None,
-            JobState::Unseen | JobState::Deleted => None,
+            JobState::Unseen | JobState::Deleted(_) => None,
         };
         let known = entry.pods.values().map(|(pod, _)| pod);
         let extra = extra.iter().filter(|pod| !entry.pods.contains_key(&pod.name));
         let pods = known.chain(extra);
-        let started = entry.started || pods.clone().any(PodFacts::has_started);
-        Some(judge(job, pods, started, given_up))
+        let started = begun || entry.started || pods.clone().any(PodFacts::has_started);
+        judge(job, pods, started, given_up)
     }
 
     /// The Job of this name, as long as it is there.
     pub(super) fn job(&self, name: &str) -> Option<JobFacts> {
         match &self.lock().entries.get(name)?.job {
             JobState::There(job, _) => Some(job.clone()),
-            JobState::Unseen | JobState::Deleted => None,
+            JobState::Unseen | JobState::Deleted(_) => None,
         }
     }
 
@@ -170,11 +183,12 @@ impl Observed {
         pods.map(|(pod, _)| pod.clone()).collect()
     }
 
-    /// True where nothing of this name is left that could run.
-    pub(super) fn is_gone(&self, name: &str) -> bool {
+    /// True where nothing of this name is left that could run. A Job that has ended may still be there to be looked at.
+    pub(super) fn is_over(&self, name: &str) -> bool {
         let inside = self.lock();
         let Some(entry) = inside.entries.get(name) else { return true };
-        !matches!(entry.job, JobState::There(..)) && entry.pods.values().all(|(pod, _)| pod.has_ended())
+        let may_start = matches!(&entry.job, JobState::There(job, _) if job.ended.is_none());
+        !may_start && entry.pods.values().all(|(pod, _)| pod.has_ended())
     }
 
     /// Hears of every change of the Job of this name from now on.
@@ -197,7 +211,12 @@ impl Observed {
         let mut inside = self.lock();
         let list = inside.lists[Kind::Jobs as usize];
         let entry = inside.entries.entry(name.to_owned()).or_insert_with(Entry::new);
-        if matches!(entry.job, JobState::Unseen) {
+        let known = match &entry.job {
+            JobState::Unseen => false,
+            JobState::There(..) => true,
+            JobState::Deleted(uid) => *uid == job.uid,
+        };
+        if !known {
             entry.job = JobState::There(job, list);
         }
     }
@@ -230,7 +249,7 @@ impl Observed {
         match kind {
             Kind::Jobs => {
                 if let Some(entry) = inside.entries.get_mut(name) {
-                    entry.job = JobState::Deleted;
+                    entry.job.delete();
                     entry.changed.send_replace(());
                 }
             }
@@ -253,7 +272,7 @@ impl Observed {
                 Kind::Jobs => {
                     let gone = matches!(entry.job, JobState::There(_, seen) if seen < list);
                     if gone {
-                        entry.job = JobState::Deleted;
+                        entry.job.delete();
                     }
                     gone
                 }
@@ -274,7 +293,7 @@ impl Observed {
 }
 
 /// What is waited before the next try.
-struct Doubling(Duration);
+struct Doubling(Duration, Instant);
 
 impl Iterator for Doubling {
     type Item = Duration;
@@ -282,13 +301,17 @@ impl Iterator for Doubling {
     fn next(&mut self) -> Option<Duration> {
         let wait = self.0;
         self.0 = (wait * 2).min(BACKOFF.1);
+        self.1 = Instant::now();
         Some(wait)
     }
 }
 
 impl Backoff for Doubling {
+    /// Not at every event: the watcher tells that a list begins before it knows whether there will be one.
     fn reset(&mut self) {
-        self.0 = BACKOFF.0;
+        if self.1.elapsed() > FORGOTTEN {
+            self.0 = BACKOFF.0;
+        }
     }
 }
 

@@ -12,11 +12,11 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::Shared;
 use super::end::Retry;
 use super::facts::{JobFacts, Over, Patience, PodFacts, Seen};
-use super::job::{job, job_name, secret};
+use super::job::{ATTEMPT_ID, CREATED_AT, INSTANCE, ROLLOUT_ID, created_at, job, job_name, secret};
 use super::refusal::Refusal;
-use super::{ATTEMPT_ID, ROLLOUT_ID, Shared};
 use crate::launch::Launch;
 use crate::runner::supervised::{Supervised, tail};
 use crate::runner::{Order, Outcome, Run, Step, fields};
@@ -26,6 +26,12 @@ use crate::work_dir::AttemptDir;
 
 /// How long the cluster gets to end the pods of a Job that is gone or over, before we ask for it.
 const END_GRACE: Duration = Duration::from_secs(2);
+/// Between two looks at what does not move.
+const AGAIN: Duration = Duration::from_secs(2);
+/// How long the API server may refuse what we have a right to.
+const FORBIDDEN_PATIENCE: Duration = Duration::from_secs(30);
+/// How long a log may take to be read.
+const LOG_PATIENCE: Duration = Duration::from_secs(60);
 /// A pod that is being deleted and does not end within this time is on a node that is gone: it is waited for no longer.
 const END_PATIENCE: Duration = Duration::from_secs(300);
 
@@ -69,10 +75,10 @@ impl KubernetesRun {
         Self::new(shared, order, Phase::Making)
     }
 
-    /// An attempt whose Job and Secret are there.
-    pub(super) fn watching(shared: Arc<Shared>, order: Order) -> Self {
+    /// An attempt whose Job and Secret are there, or were; `reported` where the gateway has it as running.
+    pub(super) fn watching(shared: Arc<Shared>, order: Order, reported: bool) -> Self {
         let mut run = Self::new(shared, order, Phase::Watching);
-        run.started_told = true;
+        run.started_told = reported;
         run
     }
 
@@ -98,11 +104,25 @@ impl KubernetesRun {
     /// starts. Whatever is there already is taken as it is.
     async fn make(&mut self) -> Result<(), Outcome> {
         let uid = self.make_job().await?;
-        let made = self.make_secret(&uid).await;
+        let made = match self.is_wanted().await {
+            true => self.make_secret(&uid).await,
+            false => Err(Outcome::Lost("it was given up before it began".to_owned())),
+        };
         if made.is_err() {
-            self.shared.delete(&self.name).await;
+            self.shared.end(&self.name).await;
         }
         made
+    }
+
+    /// A controller that was asleep for long may not be the one that leads any more, and its attempt not one that counts.
+    async fn is_wanted(&self) -> bool {
+        let attempts = self.shared.client.list_attempts(&self.order.rollout.rollout_id).await;
+        match attempts {
+            Ok(attempts) => attempts.iter().any(|detail| {
+                detail.attempt.attempt_id == self.order.attempt_id && !detail.attempt.state.is_terminal()
+            }),
+            Err(error) => !error.is_not_found(),
+        }
     }
 
     /// Makes the Job and gives its uid.
@@ -167,6 +187,12 @@ impl KubernetesRun {
             Refusal::Invalid(message) => {
                 return Err(Outcome::Misconfigured(format!("{what}: the API server refuses it: {message}")));
             }
+            // An API server that has just started may not know its rules yet.
+            Refusal::Forbidden(message) | Refusal::NotFound(message)
+                if self.waiting_since.elapsed() < FORBIDDEN_PATIENCE =>
+            {
+                retry.wait(&message, &self.name).await;
+            }
             Refusal::Forbidden(message) | Refusal::NotFound(message) => {
                 return Err(Outcome::Lost(format!("{what}: {message}")));
             }
@@ -185,9 +211,16 @@ impl KubernetesRun {
             }
         };
         let annotation = |name: &str| there.annotations().get(name).map(String::as_str);
-        let ours = annotation(ROLLOUT_ID) == Some(&self.order.rollout.rollout_id)
-            && annotation(ATTEMPT_ID) == Some(&self.order.attempt_id);
+        let of_this_id = annotation(ROLLOUT_ID) == Some(&self.order.rollout.rollout_id)
+            && annotation(ATTEMPT_ID) == Some(&self.order.attempt_id)
+            && there.labels().get(INSTANCE) == Some(&self.shared.config.kubernetes.instance);
+        let ours = of_this_id && annotation(CREATED_AT) == Some(&created_at(&self.order.rollout));
         match JobFacts::of(&there) {
+            // Of a rollout that was deleted, and whose id is used again.
+            Some(facts) if of_this_id && !ours && facts.ended.is_some() => {
+                self.shared.delete(&self.name).await;
+                Ok(None)
+            }
             Some(facts) if ours && !facts.deleting => {
                 let uid = facts.uid.clone();
                 self.shared.observed.note_created(&self.name, facts);
@@ -206,12 +239,7 @@ impl KubernetesRun {
         loop {
             self.changed.mark_unchanged();
             let given_up = self.ending_since.is_some_and(|since| since.elapsed() >= END_PATIENCE);
-            let Some(seen) = self.shared.observed.look(&self.name, &[], given_up) else {
-                // We made it, or found it: the watch will tell.
-                let _ = self.changed.changed().await;
-                continue;
-            };
-            match seen {
+            match self.shared.observed.look(&self.name, &[], self.started_told, given_up) {
                 Seen::Running { pod, node } => {
                     self.pod = Some(pod.clone());
                     if !std::mem::replace(&mut self.started_told, true) {
@@ -224,7 +252,7 @@ impl KubernetesRun {
                         None => (self.deadline(Patience::Start), "its pod has not been made or started".to_owned()),
                     };
                     if Instant::now() >= patience {
-                        self.shared.delete(&self.name).await;
+                        self.shared.end(&self.name).await;
                         let lost = format!("it did not start: {why}");
                         return self.over(Outcome::Lost(lost));
                     }
@@ -241,12 +269,23 @@ impl KubernetesRun {
                     if Instant::now() >= due {
                         self.shared.end_left_pods(&self.name).await;
                     }
-                    let until = if Instant::now() < due { due } else { since + END_PATIENCE };
+                    let until = if Instant::now() < due { due } else { Instant::now() + AGAIN };
                     let _ = tokio::time::timeout_at(until, self.changed.changed()).await;
                     continue;
                 }
                 Seen::Over(over) => {
-                    let over = self.ask_pods(over).await;
+                    let Some(over) = self.ask_pods(over).await else {
+                        // The watch of pods is slower than that of Jobs, or the API server does not answer.
+                        let _ = tokio::time::timeout(AGAIN, self.changed.changed()).await;
+                        continue;
+                    };
+                    let pod = self.shared.observed.pods(&self.name).into_iter().next();
+                    if let Some(pod) =
+                        pod.filter(|pod| pod.has_started() && !std::mem::replace(&mut self.started_told, true))
+                    {
+                        // It ended before it was seen to run: what is asked next sees the same end.
+                        return Step::Started { about: self.about(&pod.name, pod.node.clone()) };
+                    }
                     return self.agent_over(over).await;
                 }
             }
@@ -272,23 +311,23 @@ impl KubernetesRun {
         }
     }
 
-    /// The watch of pods may be slower than that of Jobs, and a pod tells more than its Job.
-    async fn ask_pods(&mut self, over: Over) -> Over {
-        if !self.shared.observed.pods(&self.name).is_empty() || self.shared.observed.job(&self.name).is_none() {
-            return over;
+    /// The watch of pods may be slower than that of Jobs, and a pod tells more than its Job. `None`: it is not over.
+    async fn ask_pods(&mut self, over: Over) -> Option<Over> {
+        if !self.shared.observed.pods(&self.name).is_empty() {
+            return Some(over);
         }
         let parameters = ListParams::default().labels(&format!("job-name={}", self.name));
         let pods: Vec<PodFacts> = match self.shared.pods.list(&parameters).await {
             Ok(pods) => pods.items.iter().map(PodFacts::of).collect(),
             Err(error) => {
                 tracing::debug!(job = self.name, "cannot ask for its pods: {error}");
-                return over;
+                return None;
             }
         };
         self.pod = self.pod.take().or_else(|| pods.first().map(|pod| pod.name.clone()));
-        match self.shared.observed.look(&self.name, &pods, false) {
-            Some(Seen::Over(better)) => better,
-            _ => over,
+        match self.shared.observed.look(&self.name, &pods, self.started_told, false) {
+            Seen::Over(over) => Some(over),
+            _ => None,
         }
     }
 
@@ -359,7 +398,8 @@ impl KubernetesRun {
                     }
                 }
             };
-            if let Err(error) = kept.await {
+            let kept = tokio::time::timeout(LOG_PATIENCE, kept).await;
+            if let Err(error) = kept.unwrap_or_else(|late| Err(late.into())) {
                 tracing::debug!(pod, "its log cannot be kept: {error}");
             }
         }
@@ -441,8 +481,11 @@ impl Run for KubernetesRun {
     }
 
     async fn end(&mut self) {
-        if let Phase::Evaluating(supervised) = &mut self.phase {
-            supervised.terminate();
+        match &self.phase {
+            Phase::Evaluating(supervised) => supervised.terminate(),
+            // A request for the Job may be under way that we have stopped waiting for.
+            Phase::Making => tokio::time::sleep(END_GRACE).await,
+            _ => {}
         }
         self.shared.end(&self.name).await;
     }

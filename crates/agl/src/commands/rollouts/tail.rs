@@ -37,12 +37,22 @@ pub async fn tail(args: TailArgs) -> anyhow::Result<()> {
     let mut changes = client.watch(None);
     let mut interrupted = std::pin::pin!(interrupt());
     let mut look = tokio::time::interval(LOOK);
+    let mut seen: HashSet<String> = HashSet::new();
     loop {
         let change = tokio::select! {
             change = changes.next() => change,
             _ = look.tick(), if !waited_for.is_empty() => {
                 for id in waited_for.clone() {
-                    let rollout = client.get_rollout(&id).await?.rollout;
+                    let asked = tokio::select! {
+                        asked = client.get_rollout(&id) => asked,
+                        () = &mut interrupted => return Ok(()),
+                    };
+                    let rollout = match asked {
+                        Ok(detail) => detail.rollout,
+                        // Deleted: the stream says so, if it was there when that began.
+                        Err(error) if error.is_not_found() && seen.contains(&id) => continue,
+                        Err(error) => return Err(error.into()),
+                    };
                     if rollout.status.state.is_terminal() {
                         let change = Change { cursor: 0, kind: ChangeKind::Snapshot, rollout_id: id.clone(), rollout: Some(rollout) };
                         show(&change, args.json)?;
@@ -66,12 +76,14 @@ pub async fn tail(args: TailArgs) -> anyhow::Result<()> {
             None => anyhow::bail!("the gateway ended the stream of changes"),
         };
         let run = change.rollout.as_ref().and_then(|rollout| rollout.metadata.get("run_id")).and_then(|id| id.as_str());
-        if args.run.is_some() && args.run.as_deref() != run {
+        // What was deleted tells no run any more.
+        if args.run.is_some() && args.run.as_deref() != run && !seen.contains(&change.rollout_id) {
             continue;
         }
         if !only.is_empty() && !only.contains(&change.rollout_id) {
             continue;
         }
+        seen.insert(change.rollout_id.clone());
         show(&change, args.json)?;
         let over = change.rollout.as_ref().is_none_or(|rollout| rollout.status.state.is_terminal());
         if over && waited_for.remove(&change.rollout_id) && waited_for.is_empty() {
