@@ -109,13 +109,19 @@ impl FakeGateway {
 
     /// What the gateway makes of `retry` for a rollout that runs.
     pub fn ask_for_another_attempt(&self, id: &str) {
+        self.ask_for_another_attempt_silently(id);
+        let mut inside = self.shared.inside.lock().unwrap();
+        self.shared.announce(&mut inside, "updated", id);
+    }
+
+    /// The same; the watch does not tell of it.
+    pub fn ask_for_another_attempt_silently(&self, id: &str) {
         let mut inside = self.shared.inside.lock().unwrap();
         let number = inside.attempts.keys().filter(|(of, _)| of == id).count();
         let attempt = Attempt::new(id.to_owned(), number.to_string(), now());
         inside.attempts.insert((id.to_owned(), number.to_string()), attempt);
         let patch = StatusPatch { last_attempt_id: Some(number.to_string()), ..StatusPatch::default() };
         inside.rollouts.iter_mut().find(|rollout| rollout.rollout_id == id).unwrap().apply(&patch, now()).unwrap();
-        self.shared.announce(&mut inside, "updated", id);
     }
 
     /// Ends a rollout from outside; the watch does not tell of it.

@@ -285,20 +285,61 @@ async fn requests_that_fail_for_a_while_are_repeated_and_nothing_is_made_twice()
 
 #[tokio::test]
 async fn a_job_that_the_api_server_refuses_fails_its_rollout_at_once_with_its_words() {
-    for (code, reason, said, attempts) in
-        [(422, "Invalid", "spec.template: Invalid value", 1), (403, "Forbidden", "cannot create resource \"jobs\"", 2)]
-    {
-        let fleet = Fleet::empty().await;
-        fleet.cluster.fail("POST jobs", code, reason, said, 2);
-        let mut fleet = fleet;
-        fleet.start(json!({"max_attempts": 2}), json!({}));
-        let id = fleet.stage.gateway.create(k8s());
-        let message = fleet.stage.gateway.ended(&id).await.status.error_message.unwrap();
-        assert!(message.contains(said), "{message}");
-        let made = fleet.stage.gateway.attempts(&id);
-        assert_eq!(made.len(), attempts);
-        assert_eq!(made[0].failure, Some(FailureClass::Infrastructure));
-    }
+    let fleet = Fleet::empty().await;
+    fleet.cluster.fail("POST jobs", 422, "Invalid", "spec.template: Invalid value", 1);
+    let mut fleet = fleet;
+    fleet.start(json!({}), json!({}));
+    let id = fleet.stage.gateway.create(k8s());
+    let message = fleet.stage.gateway.ended(&id).await.status.error_message.unwrap();
+    assert!(message.contains("spec.template: Invalid value"), "{message}");
+    let made = fleet.stage.gateway.attempts(&id);
+    assert_eq!((made.len(), made[0].failure), (1, Some(FailureClass::Infrastructure)));
+}
+
+#[tokio::test]
+async fn an_api_server_that_does_not_know_its_rules_yet_costs_no_attempt() {
+    let fleet = Fleet::empty().await;
+    fleet.cluster.fail("POST jobs", 403, "Forbidden", "cannot create resource \"jobs\"", 3);
+    let mut fleet = fleet;
+    fleet.start(json!({"max_attempts": 1}), json!({}));
+    let id = fleet.stage.gateway.create(k8s());
+    fleet.cluster.made(JOB).await;
+    fleet.cluster.pod_exits(JOB, 0, "Completed");
+    assert_eq!(fleet.stage.gateway.ended(&id).await.status.state, RolloutState::Succeeded);
+}
+
+#[tokio::test]
+async fn a_rollout_retried_while_nobody_heard_of_it_does_not_end_with_the_attempt_before() {
+    let fleet = Fleet::with(json!({}), json!({})).await;
+    let id = fleet.stage.gateway.create(k8s());
+    fleet.cluster.made(JOB).await;
+    fleet.stage.gateway.ask_for_another_attempt_silently(&id);
+    fleet.cluster.pod_exits(JOB, 0, "Completed");
+    fleet.cluster.made("agl-rollout-r0-1").await;
+    assert_eq!(fleet.stage.gateway.rollout(&id).status.state, RolloutState::Running);
+    fleet.cluster.pod_exits("agl-rollout-r0-1", 3, "Error");
+    assert_eq!(fleet.stage.gateway.ended(&id).await.status.state, RolloutState::Failed);
+}
+
+#[tokio::test]
+async fn a_job_of_a_deleted_rollout_of_the_same_id_is_not_taken_for_this_ones() {
+    let fleet = Fleet::empty().await;
+    let old = json!({
+        "apiVersion": "batch/v1", "kind": "Job",
+        "metadata": {
+            "name": JOB, "namespace": "agents",
+            "labels": {"app.kubernetes.io/managed-by": "agl", "app.kubernetes.io/instance": "agl"},
+            "annotations": {"agl/rollout-id": "r0", "agl/attempt-id": "0", "agl/created-at": "1.000000"},
+        },
+        "status": {"conditions": [{"type": "Complete", "status": "True"}]},
+    });
+    fleet.cluster.put("jobs", old);
+    let mut fleet = fleet;
+    fleet.start(json!({}), json!({}));
+    let id = fleet.stage.gateway.create(k8s());
+    fleet.cluster.made(JOB).await;
+    fleet.cluster.pod_exits(JOB, 3, "Error");
+    assert_eq!(fleet.stage.gateway.ended(&id).await.status.state, RolloutState::Failed);
 }
 
 #[tokio::test]

@@ -318,7 +318,7 @@ pub fn judge<'a>(
     if let Some(pod) = pods.clone().find(|pod| pod.has_ended() && !pod.deleting && !deadline) {
         return Seen::Over(pod.over());
     }
-    if let Some(pod) = pods.clone().find(|pod| !pod.has_ended() && !(given_up && pod.deleting)) {
+    if let Some(pod) = pods.clone().find(|pod| !(pod.has_ended() || given_up && pod.deleting)) {
         return match job {
             Some(job) if !pod.deleting && job.ended.is_none() => match pod.phase.as_str() {
                 "Running" if pod.has_started() => Seen::Running { pod: pod.name.clone(), node: pod.node.clone() },
