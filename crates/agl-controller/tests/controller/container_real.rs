@@ -1,6 +1,7 @@
 //! The same with a real engine, Docker or Podman, where one is at hand: `DOCKER_HOST`, or one of the usual sockets. The
 //! image is made here, of a static busybox, so that no registry is asked for anything.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -40,6 +41,19 @@ async fn engine() -> Result<PathBuf, String> {
 struct Real {
     stage: Stage,
     socket: PathBuf,
+    /// All stages name their rollouts alike, and an engine knows a name once.
+    _turn: File,
+}
+
+/// Waits for the turn at the engine, and clears away what a test left that was killed.
+fn turn(socket: &Path) -> std::io::Result<File> {
+    let turn = File::create(std::env::temp_dir().join("agl-controller-test-engine.lock"))?;
+    turn.lock()?;
+    for (number, role) in (0..10).flat_map(|number| [(number, ""), (number, ".evaluator")]) {
+        let url = format!("http://engine/containers/agl-rollout-r{number}{role}?force=true");
+        Command::new("curl").args(["-s", "-X", "DELETE", &url, "--unix-socket"]).arg(socket).output()?;
+    }
+    Ok(turn)
 }
 
 impl Real {
@@ -53,7 +67,9 @@ impl Real {
                 return None;
             }
         };
-        let mut real = Self { stage: Stage::empty().await, socket };
+        let at = socket.clone();
+        let turn = tokio::task::spawn_blocking(move || turn(&at)).await.unwrap().unwrap();
+        let mut real = Self { stage: Stage::empty().await, socket, _turn: turn };
         real.start(settings);
         Some(real)
     }

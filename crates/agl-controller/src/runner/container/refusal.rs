@@ -62,6 +62,8 @@ impl Refusal {
                 }
             }
             Error::DockerStreamError { error } => Self::Failed(error.trim().to_owned()),
+            // It answered, if not in words that we know.
+            Error::JsonDataError { .. } | Error::JsonSerdeError { .. } => Self::Failed(with_causes(error)),
             Error::DockerContainerWaitError { error, .. } => Self::Failed(error.clone()),
             other => Self::Away(with_causes(other)),
         }
