@@ -102,7 +102,8 @@ impl Engine {
         }
     }
 
-    fn note_absence(&self, message: &str) {
+    /// It did not answer, or what it was saying broke off.
+    pub(super) fn note_absence(&self, message: &str) {
         self.absences.fetch_add(1, Ordering::Relaxed);
         if !self.is_away.swap(true, Ordering::Relaxed) {
             tracing::warn!(host = self.host, "the engine does not answer; waiting for it: {message}");

@@ -68,8 +68,12 @@ async fn follow(engine: &Engine, name: &str, files: &LogFiles) -> bool {
                 Ok(LogOutput::StdErr { message }) => err.write(&message)?,
                 Ok(output) => out.write(&output.into_bytes())?,
                 Err(error) => {
-                    broken = matches!(Refusal::of(&error), Refusal::Away(_));
-                    tracing::debug!(name, broken, "its log breaks off: {error}");
+                    let refusal = Refusal::of(&error);
+                    if let Refusal::Away(message) = &refusal {
+                        engine.note_absence(message);
+                        broken = true;
+                    }
+                    tracing::debug!(name, broken, "its log breaks off: {}", refusal.message());
                     break;
                 }
             }
