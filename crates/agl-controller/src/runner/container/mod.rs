@@ -33,7 +33,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use agl_client::{AttemptDetail, ClientError, GatewayClient};
-use agl_core::attempt::AttemptState;
 use agl_core::rollout::Rollout;
 use async_trait::async_trait;
 use serde_json::{Value, json};
@@ -246,7 +245,7 @@ impl Runner for ContainerRunner {
         Ok(Box::new(ContainerRun::making(self.shared.clone(), order)))
     }
 
-    /// An attempt that was never reported to run and made no call may not have got its container yet: it is then made.
+    /// One without a container is lost, even if it was never reported: it may have had one, and must not run twice.
     async fn find(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Result<Option<Box<dyn Run>>, ClientError> {
         let (rollout_id, attempt_id) = (&rollout.rollout_id, &attempt.attempt.attempt_id);
         let dir = self.shared.work_dir.attempt(rollout_id, attempt_id);
@@ -257,10 +256,9 @@ impl Runner for ContainerRunner {
         if let Some(end) = read_record(&dir.agent_end()) {
             return Ok(Some(Box::new(ContainerRun::judging(self.shared.clone(), order, end))));
         }
-        let begun = attempt.attempt.state != AttemptState::Starting || attempt.calls > 0;
         let there = self.shared.engine.container(&agent_name(rollout_id, attempt_id)).await;
         Ok(match there {
-            Ok(None) if begun => None,
+            Ok(None) => None,
             _ => Some(Box::new(ContainerRun::making(self.shared.clone(), order))),
         })
     }
