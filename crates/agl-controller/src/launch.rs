@@ -129,8 +129,13 @@ impl Launch<'_> {
             isolation.furnish(&mut agent.env);
         }
         let evaluator = rollout.evaluator.as_ref().or(config.evaluator.as_ref());
+        let mut evaluator = evaluator.map(|evaluator| self.evaluator(evaluator)).transpose()?;
+        if let Some(evaluator) = evaluator.as_mut().filter(|_| isolation.is_some()) {
+            // It runs outside, in a folder that the agent has written: Python is not to import from there.
+            evaluator.env.entry("PYTHONSAFEPATH".to_owned()).or_insert_with(|| "1".to_owned());
+        }
         Ok(Spec {
-            evaluator: evaluator.map(|evaluator| self.evaluator(evaluator)).transpose()?,
+            evaluator,
             agent,
             input: self.rollout.input.clone(),
             log_limit_bytes: config.log_limit_bytes,

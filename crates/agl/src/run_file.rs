@@ -68,6 +68,7 @@ impl RunFile {
             let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
             let folder = std::path::absolute(folder)?;
             file.anchor(&folder);
+            file.hide(&folder.join(path.and_then(Path::file_name).unwrap_or_default()));
         }
         file.read_job_template()?;
         Ok(file)
@@ -133,6 +134,23 @@ impl RunFile {
         k8s.chain(&mut self.controller.kubernetes.kubeconfig).for_each(join);
         for evaluator in self.rollout.evaluator.iter_mut().chain(&mut self.controller.evaluator) {
             evaluator.argv.iter_mut().chain(evaluator.env.values_mut()).for_each(fill);
+        }
+    }
+
+    /// Who reads the gateway's database or the run file can make keys: both are hidden from agents behind walls.
+    fn hide(&mut self, run_file: &Path) {
+        let Some(isolation) = &mut self.controller.isolation else { return };
+        let store = store_path(&self.gateway.store).and_then(|path| Path::new(path).parent()).map(Path::to_owned);
+        let home = std::env::var_os("HOME").map(PathBuf::from);
+        let places = [Some(self.trainer.default_local_dir.clone()), store, Some(run_file.to_owned())];
+        // A whole home or disk would hide the agent itself.
+        let hidden =
+            places.into_iter().flatten().filter(|place| place.parent().is_some() && Some(place) != home.as_ref());
+        for place in hidden {
+            let holds_the_run_file = run_file.starts_with(&place) && place != run_file;
+            if !holds_the_run_file && !isolation.hidden.contains(&place) {
+                isolation.hidden.push(place);
+            }
         }
     }
 

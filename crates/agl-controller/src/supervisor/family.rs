@@ -1,6 +1,7 @@
 //! A process, its group, and everything that came from it.
 
 use std::io;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -20,6 +21,8 @@ use crate::process_id::descendants;
 
 /// How often a dying family is looked at.
 const LOOK: Duration = Duration::from_millis(20);
+/// Beyond the grace of its end a process gets so long to die of SIGKILL. One in the hands of a broken driver never does.
+const UNKILLABLE: Duration = Duration::from_secs(30);
 /// A log whose writers are all dead ends at once; only a process that cannot be killed makes us wait this long.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
@@ -144,7 +147,9 @@ impl Family {
     }
 
     /// Ends what still runs of the family: asks, waits up to `grace`, kills. Then closes the logs.
-    pub async fn end(mut self, grace: Duration) -> io::Result<Option<ExitStatus>> {
+    ///
+    /// Gives how the process itself ended, and what was wrong with its logs: that is no reason to forget the end.
+    pub async fn end(mut self, grace: Duration) -> io::Result<(Option<ExitStatus>, Option<String>)> {
         let began = Instant::now();
         let mut asked = false;
         loop {
@@ -157,6 +162,9 @@ impl Family {
             if status.is_some() && alive.is_empty() {
                 break;
             }
+            if began.elapsed() >= grace.saturating_add(UNKILLABLE) {
+                return Err(io::Error::other(format!("these processes cannot be killed: {alive:?}")));
+            }
             if began.elapsed() >= grace {
                 self.signal_all(&alive, Signal::SIGKILL);
             } else if !asked {
@@ -166,21 +174,24 @@ impl Family {
             tokio::time::sleep(LOOK).await;
         }
         let status = self.leader.try_wait()?;
+        let mut trouble = None;
         for log in self.logs {
             match tokio::time::timeout(LAST_OUTPUT, log).await {
-                Ok(Ok(outcome)) => {
-                    outcome.map_err(|error| io::Error::other(format!("cannot keep the output: {error}")))?
-                }
-                Ok(Err(error)) => return Err(io::Error::other(error)),
-                Err(_) => return Err(io::Error::other("a process that cannot be killed keeps a log open")),
+                Ok(Ok(Ok(()))) => {}
+                Ok(Ok(Err(error))) => trouble = Some(format!("its output could not be kept: {error}")),
+                Ok(Err(error)) => trouble = Some(format!("its output could not be kept: {error}")),
+                Err(_) => trouble = Some("somebody keeps its output open".to_owned()),
             }
         }
         if let Some(mut inside) = self.inside {
             // All that could say more is dead.
             let _ = tokio::time::timeout(LAST_OUTPUT, inside.agent_ended()).await;
-            return Ok(inside.status().or(status));
+            // That the stage ended well says nothing of the agent: whoever ended without a word was killed with it.
+            let killed = ExitStatusExt::from_raw(Signal::SIGKILL as i32);
+            let stage = status.filter(|status| !status.success()).unwrap_or(killed);
+            return Ok((Some(inside.status().unwrap_or(stage)), trouble));
         }
-        Ok(status)
+        Ok((status, trouble))
     }
 
     /// The group, and also those who left it: they are still our descendants, for the supervisor adopts orphans.

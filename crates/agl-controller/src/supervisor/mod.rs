@@ -127,7 +127,11 @@ async fn attempt(dir: &AttemptDir, controller: &mut Controller) -> io::Result<()
     let started = Instant::now();
     let agent = match start(&spec, dir).await {
         Ok((family, walls)) => {
-            write_record(&dir.agent(), &ProcessId::of(family.pid()))?;
+            if let Err(error) = write_record(&dir.agent(), &ProcessId::of(family.pid())) {
+                // Without it nobody could find the agent: it must not go on.
+                family.end(Duration::ZERO).await?;
+                return Err(error);
+            }
             controller.tell(&Event::Started { pid: family.pid() }).await;
             for message in walls.iter().flat_map(|walls| walls.notes.clone()) {
                 controller.tell(&Event::Note { message }).await;
@@ -220,10 +224,12 @@ async fn run(
         _ = stop.recv() => end.stopped = true,
     }
     end.seconds = started.elapsed().as_secs_f64();
-    if let Some(status) = family.end(grace).await? {
+    let (status, trouble) = family.end(grace).await?;
+    if let Some(status) = status {
         end.code = status.code();
         end.signal = status.signal();
     }
+    end.note = trouble;
     Ok(end)
 }
 

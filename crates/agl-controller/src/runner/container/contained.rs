@@ -19,6 +19,8 @@ use crate::supervisor::record::{End, NotStarted};
 
 /// When something does not happen after all, such as the end of a container that was stopped.
 const LOOK: Duration = Duration::from_millis(100);
+/// How often a running container is looked at that the engine says nothing of.
+const GLANCE: Duration = Duration::from_secs(30);
 /// How often in a row the engine may refuse to tell how a container stands.
 const REFUSALS: u32 = 100;
 
@@ -132,6 +134,14 @@ impl Contained {
             () = self.shared.engine.wait(&self.plan.name) => {
                 // An engine may answer a moment before it knows how it ended.
                 tokio::time::sleep(LOOK / 10).await;
+            }
+            // A connection may have gone silent, and the relay be dead.
+            () = tokio::time::sleep(GLANCE) => {
+                if let Some(relay) = &self.shared.relay
+                    && let Err(error) = relay.ready().await
+                {
+                    tracing::warn!(name = self.plan.name, "its relay to the gateway cannot be put up again: {error}");
+                }
             }
             () = over => {
                 tracing::info!(name = self.plan.name, "its time is over");

@@ -47,7 +47,11 @@ impl Images {
             let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
             turns.entry(name.to_owned()).or_default().clone()
         };
-        let _turn = turn.lock().await;
+        let waited = tokio::time::timeout(self.patience, turn.lock()).await;
+        let Ok(_turn) = waited else {
+            let message = format!("others waited for it for {} seconds already", self.patience.as_secs_f64());
+            return Err(NotStarted { message, permanent: false });
+        };
         if pull == Pull::Missing
             && let Some(image) = engine.image(name).await.map_err(refused)?
         {

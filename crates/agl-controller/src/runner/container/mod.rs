@@ -40,6 +40,7 @@ use serde_json::{Value, json};
 pub use self::settings::{ContainerSettings, Pull};
 
 use self::engine::Engine;
+use self::facts::Seen;
 use self::facts::belongs_to;
 use self::images::Images;
 use self::relay::Relay;
@@ -54,6 +55,8 @@ use crate::work_dir::{WorkDir, read_record};
 
 /// Beyond its grace a container gets this long to be ended before it is left for later.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Between two tries to end what the engine did not say has ended.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// Runs attempts as containers.
 #[derive(Debug)]
@@ -76,6 +79,8 @@ struct Shared {
     relay: Option<Relay>,
     /// The gateway as containers reach it.
     inside_url: String,
+    /// Containers that were to end, and of which the engine has not said that they have.
+    unsure: Mutex<HashSet<String>>,
 }
 
 impl Shared {
@@ -109,6 +114,43 @@ impl Shared {
         any
     }
 
+    /// Notes which of these containers may still run: an engine that does not answer says nothing.
+    async fn confirm(&self, names: &[String]) {
+        for name in names {
+            let gone = match tokio::time::timeout(PATIENCE, self.engine.container(name)).await {
+                Ok(Ok(None)) => true,
+                Ok(Ok(Some(there))) => {
+                    let over = matches!(Seen::of(&there), Seen::Over(_));
+                    let labels = there.config.and_then(|config| config.labels).unwrap_or_default();
+                    over || belongs_to(&labels, self.instance()).is_none()
+                }
+                Ok(Err(_)) | Err(_) => false,
+            };
+            let mut unsure = self.unsure();
+            if gone {
+                unsure.remove(name)
+            } else {
+                unsure.insert(name.clone())
+            };
+        }
+    }
+
+    fn unsure(&self) -> std::sync::MutexGuard<'_, HashSet<String>> {
+        self.unsure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends what may be left of the attempts before this one: nothing else may run while they do.
+    async fn end_earlier(&self, rollout_id: &str, attempt_id: &str) {
+        for number in 0..attempt_id.parse::<u32>().unwrap_or(0) {
+            let number = number.to_string();
+            let names = [agent_name(rollout_id, &number), evaluator_name(rollout_id, &number)];
+            while names.iter().any(|name| self.unsure().contains(name)) {
+                self.end(&names).await;
+                tokio::time::sleep(AGAIN).await;
+            }
+        }
+    }
+
     /// Removes containers that have ended, unless they are to be kept.
     async fn clear(&self, names: &[String]) {
         for name in names.iter().filter(|_| !self.config.container.keep_containers) {
@@ -121,6 +163,7 @@ impl Shared {
             })
             .await;
         }
+        self.confirm(names).await;
     }
 
     /// Does something about a container unless the engine stays away: then the next controller does it.
@@ -165,7 +208,8 @@ impl ContainerRunner {
         tracing::info!(engine = engine.host, network = settings.network, "attempts run in containers");
         let images = Images::new(settings.pull_timeout_seconds);
         let engine = Arc::new(engine);
-        let shared = Shared { work_dir, host, leave, engine, images, relay, inside_url, config };
+        let shared =
+            Shared { work_dir, host, leave, engine, images, relay, inside_url, config, unsure: Mutex::default() };
         Ok(Self { shared: Arc::new(shared), client, found: Mutex::default() })
     }
 
@@ -251,6 +295,8 @@ impl Runner for ContainerRunner {
         let dir = self.shared.work_dir.attempt(rollout_id, attempt_id);
         let order = self.order(rollout, attempt).await?;
         if let Some(record) = read_record(&dir.exit()) {
+            let names = [agent_name(rollout_id, attempt_id), evaluator_name(rollout_id, attempt_id)];
+            self.shared.clear(&names).await;
             return Ok(Some(Box::new(ContainerRun::ended(self.shared.clone(), order, record))));
         }
         if let Some(end) = read_record(&dir.agent_end()) {
@@ -270,6 +316,11 @@ impl Runner for ContainerRunner {
     }
 
     fn release(&self, rollout_id: &str, attempt_id: &str) {
+        let names = [agent_name(rollout_id, attempt_id), evaluator_name(rollout_id, attempt_id)];
+        if names.iter().any(|name| self.shared.unsure().contains(name)) {
+            // It stays marked: a resync looks after it.
+            return;
+        }
         self.shared.work_dir.unmark(rollout_id, attempt_id);
         self.found().remove(&(rollout_id.to_owned(), attempt_id.to_owned()));
     }

@@ -1,7 +1,9 @@
 //! One attempt in containers: the agent's, then the evaluator's.
 
+use std::path::Path;
 use std::sync::Arc;
 
+use agl_core::rollout::ContainerMount;
 use async_trait::async_trait;
 use serde_json::json;
 
@@ -101,8 +103,21 @@ impl ContainerRun {
     }
 
     async fn agent(&self) -> Result<Contained, Outcome> {
+        self.shared.end_earlier(&self.order.rollout.rollout_id, &self.order.attempt_id).await;
         let draft = self.draft().await.map_err(Outcome::Lost)?;
         let plan = draft.agent().map_err(|error| Outcome::Misconfigured(error.to_string()))?;
+        // Podman makes an empty folder of a source that is not there, and takes a comma for the end of one.
+        let here = self.shared.config.container.is_relayed();
+        let unusable = |mount: &&ContainerMount| {
+            let comma = mount.source.contains(',') || mount.target.contains(',');
+            // Our own are made by us.
+            let source = Path::new(&mount.source);
+            comma || (here && !source.starts_with(self.dir.path()) && !source.exists())
+        };
+        if let Some(mount) = plan.mounts.iter().find(unusable) {
+            let message = format!("config.container.mounts: {} does not exist, or has a comma", mount.source);
+            return Err(Outcome::Misconfigured(message));
+        }
         let files = self.files(self.dir.stdout(), self.dir.stderr());
         Ok(Contained::new(self.shared.clone(), plan, files))
     }

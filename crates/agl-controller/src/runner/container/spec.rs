@@ -46,7 +46,7 @@ pub(super) struct Plan {
     env: BTreeMap<String, String>,
     cwd: String,
     user: Option<String>,
-    mounts: Vec<ContainerMount>,
+    pub(super) mounts: Vec<ContainerMount>,
     labels: HashMap<String, String>,
     /// How it reaches the gateway, where it has no network.
     way: Option<Way>,

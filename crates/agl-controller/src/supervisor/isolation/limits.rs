@@ -139,7 +139,9 @@ impl Limits {
     #[must_use]
     pub fn out_of_memory(&self) -> bool {
         let counts = self.kills.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).unwrap_or_default();
-        count(&counts, "oom_kill") > 0
+        // A machine that is out of memory kills too; version 2 tells whether the group was at its own limit.
+        let at_its_limit = count(&counts, "oom") > 0 || !counts.lines().any(|line| line.starts_with("oom "));
+        count(&counts, "oom_kill") > 0 && at_its_limit
     }
 }
 

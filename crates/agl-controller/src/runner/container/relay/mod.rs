@@ -142,6 +142,8 @@ impl Relay {
             outside.process.signal(Signal::SIGTERM);
             let _ = std::fs::remove_file(&self.record);
         }
+        // One that was started and not written down ends without its socket.
+        let _ = std::fs::remove_file(self.folder.join(SOCKET));
     }
 }
 
