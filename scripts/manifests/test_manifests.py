@@ -3,6 +3,7 @@
     python test_manifests.py AGL        AGL is the binary; AGL_TEST_KUBECONFIG names the API server, without it those tests skip
 """
 
+import itertools
 import json
 import os
 import signal
@@ -293,6 +294,8 @@ class Api:
 
 @unittest.skipUnless(os.environ.get("AGL_TEST_KUBECONFIG"), "no Kubernetes API server")
 class ARealApiServer(unittest.TestCase):
+    numbers = itertools.count()
+
     @classmethod
     def setUpClass(cls):
         cls.kubeconfig = os.environ["AGL_TEST_KUBECONFIG"]
@@ -300,7 +303,8 @@ class ARealApiServer(unittest.TestCase):
 
     def namespaces(self, *endings):
         """Names that no other run has used, of namespaces that end with the test."""
-        names = [f"t{os.getpid()}-{self._testMethodName.split('_')[1]}{ending}" for ending in endings]
+        # A namespace that is being deleted takes nothing new: no two tests have the same.
+        names = [f"t{os.getpid()}-{next(self.numbers)}{ending}" for ending in endings]
         for name in names:
             self.addCleanup(self.api.request, "DELETE", f"/api/v1/namespaces/{name}")
         return names

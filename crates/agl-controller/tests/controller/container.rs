@@ -133,13 +133,31 @@ async fn an_engine_that_is_not_there_is_named() {
 }
 
 #[tokio::test]
+async fn a_mount_of_what_is_not_there_fails_the_rollout_and_names_it() {
+    let dock = Dock::with(json!({}), json!({})).await;
+    for source in ["/no/such/folder", "/tmp,ro"] {
+        let mounts = json!([{"source": source, "target": "/data"}]);
+        let id = dock.stage.gateway.create(json!({"container": {"image": "agent:1", "mounts": mounts}}));
+        let message = dock.stage.gateway.ended(&id).await.status.error_message.unwrap();
+        assert!(message.contains(source), "{message}");
+    }
+    assert!(dock.engine.names().is_empty());
+}
+
+#[tokio::test]
 async fn every_word_of_a_container_is_a_template() {
     let dock = Dock::with(json!({}), json!({})).await;
     dock.engine.has_image("task-4:r0", json!({}));
+    let data = tempfile::tempdir().unwrap();
+    std::fs::create_dir(data.path().join("r0")).unwrap();
+    let source = data.path().to_str().unwrap();
     dock.stage.gateway.create(json!({"container": {
         "image": "task-4:{{ rollout_id }}", "entrypoint": ["sh", "-c"], "argv": ["agent '{{ input.question }}' {{ work_dir }}"],
         "env": {"URL": "{{ openai_base_url }}", "TOKEN": "{{ key }}"}, "cwd": "/src/{{ attempt_id }}", "user": "{{ mode }}",
-        "mounts": [{"source": "/data/{{ rollout_id }}", "target": "/data"}, {"source": "/out", "target": "/out", "writable": true}],
+        "mounts": [
+            {"source": format!("{source}/{{{{ rollout_id }}}}"), "target": "/data"},
+            {"source": source, "target": "/out", "writable": true},
+        ],
     }}));
     dock.engine.runs(AGENT).await;
     let container = dock.engine.container(AGENT).unwrap();
@@ -147,8 +165,8 @@ async fn every_word_of_a_container_is_a_template() {
     assert_eq!(json!([body["Image"], body["WorkingDir"], body["User"]]), json!(["task-4:r0", "/src/0", "train"]));
     assert_eq!(container.env("TOKEN").unwrap(), "agent-r0-0");
     assert_eq!(container.env("URL"), container.env("AGL_OPENAI_BASE_URL"));
-    assert_eq!(container.mount("/data"), Some(("/data/r0".to_owned(), true)));
-    assert_eq!(container.mount("/out"), Some(("/out".to_owned(), false)));
+    assert_eq!(container.mount("/data"), Some((format!("{source}/r0"), true)));
+    assert_eq!(container.mount("/out"), Some((source.to_owned(), false)));
     let command: Vec<String> = serde_json::from_value(body["Cmd"].clone()).unwrap();
     assert_eq!(command[command.len() - 3..], ["sh", "-c", "agent '2+2?' /agl/work"]);
 }

@@ -97,6 +97,7 @@ fn tail_follows_a_rollout_until_it_ends_and_tells_of_one_that_has() {
     eventually("it is seen to run", LIMIT, || tail.output().contains("running"));
     assert!(!tail.has_ended());
     let work = stage.folder.path().join("controller/rollouts/r/0/work");
+    eventually("its folder is there", LIMIT, || work.is_dir());
     std::fs::write(work.join("go"), "").unwrap();
     tail.succeed(LIMIT);
     let last = tail.output().lines().last().unwrap().to_owned();
