@@ -70,7 +70,22 @@ fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = CALLS.map(|call| (call, Vec::new())).into();
     rules.insert(libc::SYS_socket, vec![SeccompRule::new(other)?]);
     let refused = SeccompAction::Errno(libc::EPERM as u32);
-    SeccompFilter::new(rules, SeccompAction::Allow, refused, std::env::consts::ARCH.try_into()?)?.try_into()
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, std::env::consts::ARCH.try_into()?)?;
+    let mut program: BpfProgram = filter.try_into()?;
+    if cfg!(target_arch = "x86_64") {
+        // The x32 numbers of the same calls are the same architecture to the kernel. Behind the three instructions that
+        // look at the architecture; jumps are relative.
+        let instruction = |code, jt, jf, k| seccompiler::sock_filter { code, jt, jf, k };
+        program.splice(
+            3..3,
+            [
+                instruction(0x20, 0, 0, 0),           // the number of the call
+                instruction(0x35, 0, 1, 0x4000_0000), // is it one of x32?
+                instruction(0x06, 0, 0, libc::SECCOMP_RET_KILL_PROCESS),
+            ],
+        );
+    }
+    Ok(program)
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ use crate::supervisor::record::NotStarted;
 /// # Errors
 /// What the system says about the socket; nobody is left to hear it.
 pub fn run() -> io::Result<()> {
+    close_inherited()?;
     set_parent_process_death_signal(Some(Signal::KILL))?;
     // The supervisor's SIGTERM to our group is for the agent; we end after it.
     SigSet::all().thread_block()?;
@@ -33,6 +34,18 @@ pub fn run() -> io::Result<()> {
             Ok(())
         }
     }
+}
+
+/// Whoever started the controller may have left files open for its children: a folder among them would lead out of the
+/// agent's mount namespace, a socket out of its network.
+fn close_inherited() -> io::Result<()> {
+    let name = |entry: io::Result<std::fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse::<i32>().ok();
+    let open: Vec<i32> = std::fs::read_dir("/proc/self/fd")?.filter_map(name).filter(|number| *number > 2).collect();
+    for number in open {
+        // The one through which we have just looked is closed already.
+        let _ = nix::unistd::close(number);
+    }
+    Ok(())
 }
 
 fn open(mouth: &Mouth, outer: &Outer) -> Result<std::process::Child, String> {

@@ -15,7 +15,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use crate::stage::{Stage, is_running, pid_in, read, sh, with};
+use crate::stage::{PROGRAM, Stage, is_running, pid_in, read, sh, with};
 
 /// False, and said aloud, where this machine does not let anybody make namespaces.
 fn possible() -> bool {
@@ -230,4 +230,25 @@ async fn the_evaluator_runs_outside() {
     let output = read(stage.attempt(&id, "0").evaluator_stdout());
     assert!(output.contains("supervisor.json") && output.ends_with("42\n"), "{output}");
     assert!(output.contains(&format!("url={}/api/", stage.gateway.url)) && !output.contains("4478"), "{output}");
+}
+
+#[tokio::test]
+async fn what_whoever_started_the_controller_left_open_does_not_lead_out() {
+    if !possible() {
+        return;
+    }
+    let stage = Stage::empty().await;
+    let config = stage.folder.path().join("controller.json");
+    std::fs::write(&config, stage.config(&isolated(json!({}))).to_string()).unwrap();
+    let mut controller = Command::new("bash")
+        .args(["-c", "exec 9</ && exec \"$0\" run --gateway \"$1\" --config \"$2\"", PROGRAM, &stage.gateway.url])
+        .arg(&config)
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let id = stage.gateway.create(sh("test ! -e /proc/self/fd/9"));
+    let rollout = stage.gateway.ended(&id).await;
+    controller.kill().unwrap();
+    controller.wait().unwrap();
+    assert_eq!(rollout.status.state, RolloutState::Succeeded, "{:?}", rollout.status.error_message);
 }
