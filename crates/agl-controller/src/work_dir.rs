@@ -222,6 +222,11 @@ impl AttemptDir {
         self.path.join("abandoned")
     }
 
+    /// Marks an agent in a container that was stopped on our behalf.
+    pub(crate) fn stopped(&self) -> PathBuf {
+        self.path.join("stopped")
+    }
+
     /// Takes back that the attempt was given up, for one that begins only now.
     ///
     /// # Errors

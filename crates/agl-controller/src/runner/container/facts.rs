@@ -43,12 +43,15 @@ impl Seen {
         match state.status {
             Some(Status::RUNNING | Status::PAUSED | Status::RESTARTING | Status::STOPPING) => Self::Running { started },
             Some(Status::EXITED | Status::DEAD) => {
-                let ran = match (started, moment(state.finished_at.as_deref())) {
+                let finished = moment(state.finished_at.as_deref());
+                // An engine that was away at its end, as after a restart of the host, may say 0.
+                let seen = started.is_none() || finished.is_some();
+                let ran = match (started, finished) {
                     (Some(started), Some(finished)) => finished.duration_since(started).try_into().unwrap_or_default(),
                     _ => Duration::ZERO,
                 };
                 Self::Over(Ended {
-                    code: state.exit_code.and_then(|code| i32::try_from(code).ok()).unwrap_or(-1),
+                    code: state.exit_code.filter(|_| seen).and_then(|code| i32::try_from(code).ok()).unwrap_or(-1),
                     out_of_memory: state.oom_killed == Some(true),
                     ran,
                     never_started: started.is_none(),

@@ -148,6 +148,9 @@ impl ContainerRun {
     /// The agent's container is over.
     async fn agent_over(&mut self, past: Past) {
         let outcome = match past {
+            Past::Ended(_) if self.dir.stopped().exists() => {
+                Outcome::Lost("a controller that ended stopped it, and could not say so".to_owned())
+            }
             Past::Ended(end) => {
                 self.record.agent = end;
                 match write_record(&self.dir.agent_end(), &self.record.agent) {
@@ -276,6 +279,10 @@ impl Run for ContainerRun {
                 self.record.evaluator = Some(End { stopped: true, ..End::default() });
             }
             Phase::Agent(contained) => {
+                // A controller that dies now leaves an end that is not the agent's own.
+                if let Err(error) = std::fs::write(self.dir.stopped(), "") {
+                    tracing::warn!(dir = %self.dir.path().display(), "that it was stopped cannot be written down: {error}");
+                }
                 contained.stop().await;
                 self.record.agent = End { stopped: true, ..End::default() };
             }
