@@ -137,18 +137,15 @@ impl RunFile {
         }
     }
 
-    /// Who reads the gateway's database or the run file can make keys: both are hidden from agents behind walls.
+    /// Who reads the gateway's database or the run file can make keys: both are hidden from agents behind walls. So is the
+    /// run's folder, unless the run file and with it the agent may lie in it.
     fn hide(&mut self, run_file: &Path) {
         let Some(isolation) = &mut self.controller.isolation else { return };
-        let store = store_path(&self.gateway.store).and_then(|path| Path::new(path).parent()).map(Path::to_owned);
-        let home = std::env::var_os("HOME").map(PathBuf::from);
-        let places = [Some(self.trainer.default_local_dir.clone()), store, Some(run_file.to_owned())];
-        // A whole home or disk would hide the agent itself.
-        let hidden =
-            places.into_iter().flatten().filter(|place| place.parent().is_some() && Some(place) != home.as_ref());
-        for place in hidden {
-            let holds_the_run_file = run_file.starts_with(&place) && place != run_file;
-            if !holds_the_run_file && !isolation.hidden.contains(&place) {
+        let run = Some(self.trainer.default_local_dir.clone()).filter(|run| !run_file.starts_with(run));
+        let store = store_path(&self.gateway.store);
+        let store = store.iter().flat_map(|path| ["", "-wal", "-shm"].map(|end| PathBuf::from(format!("{path}{end}"))));
+        for place in run.into_iter().chain(store).chain([run_file.to_owned()]) {
+            if !isolation.hidden.contains(&place) {
                 isolation.hidden.push(place);
             }
         }
@@ -293,6 +290,21 @@ mod tests {
                 (value, Some(found)) => assert_eq!(value.to_string(), found.to_string(), "{name}"),
                 (_, None) => assert!(text.contains(&format!("# {key} = ")), "{name} is not documented"),
             }
+        }
+    }
+
+    #[test]
+    fn what_keys_can_be_made_of_is_hidden_from_agents_behind_walls() {
+        for (folder, hides_the_run) in [("out", true), (".", false)] {
+            let text = format!("[trainer]\ndefault_local_dir = {folder:?}\n[controller.isolation]\nhidden = []\n");
+            let file = read(&text, &[]).unwrap();
+            let hidden = &file.controller.isolation.as_ref().unwrap().hidden;
+            let store = store_path(&file.gateway.store).unwrap();
+            for end in ["", "-wal", "-shm"] {
+                assert!(hidden.contains(&PathBuf::from(format!("{store}{end}"))), "{store}{end} in {hidden:?}");
+            }
+            assert!(hidden.iter().any(|place| place.ends_with("run.toml")), "{hidden:?}");
+            assert_eq!(hidden.contains(&file.trainer.default_local_dir), hides_the_run, "{hidden:?}");
         }
     }
 

@@ -23,7 +23,7 @@ use crate::process_id::descendants;
 const LOOK: Duration = Duration::from_millis(20);
 /// Beyond the grace of its end a process gets so long to die of SIGKILL. One in the hands of a broken driver never does.
 const UNKILLABLE: Duration = Duration::from_secs(30);
-/// A log whose writers are all dead ends at once; only a process that cannot be killed makes us wait this long.
+/// A log whose writers are all dead ends at once; only a stranger who was given it makes us wait this long.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
 /// A running process with its logs. It leads a process group of its own.
@@ -148,8 +148,9 @@ impl Family {
 
     /// Ends what still runs of the family: asks, waits up to `grace`, kills. Then closes the logs.
     ///
-    /// Gives how the process itself ended, and what was wrong with its logs: that is no reason to forget the end.
-    pub async fn end(mut self, grace: Duration) -> io::Result<(Option<ExitStatus>, Option<String>)> {
+    /// # Errors
+    /// Where something cannot be killed, or its output could not be kept: an evaluator would judge what is left of it.
+    pub async fn end(mut self, grace: Duration) -> io::Result<Option<ExitStatus>> {
         let began = Instant::now();
         let mut asked = false;
         loop {
@@ -174,13 +175,13 @@ impl Family {
             tokio::time::sleep(LOOK).await;
         }
         let status = self.leader.try_wait()?;
-        let mut trouble = None;
         for log in self.logs {
             match tokio::time::timeout(LAST_OUTPUT, log).await {
-                Ok(Ok(Ok(()))) => {}
-                Ok(Ok(Err(error))) => trouble = Some(format!("its output could not be kept: {error}")),
-                Ok(Err(error)) => trouble = Some(format!("its output could not be kept: {error}")),
-                Err(_) => trouble = Some("somebody keeps its output open".to_owned()),
+                Ok(Ok(outcome)) => {
+                    outcome.map_err(|error| io::Error::other(format!("cannot keep the output: {error}")))?
+                }
+                Ok(Err(error)) => return Err(io::Error::other(error)),
+                Err(_) => return Err(io::Error::other("somebody who is none of its own keeps a log open")),
             }
         }
         if let Some(mut inside) = self.inside {
@@ -189,9 +190,9 @@ impl Family {
             // That the stage ended well says nothing of the agent: whoever ended without a word was killed with it.
             let killed = ExitStatusExt::from_raw(Signal::SIGKILL as i32);
             let stage = status.filter(|status| !status.success()).unwrap_or(killed);
-            return Ok((Some(inside.status().unwrap_or(stage)), trouble));
+            return Ok(Some(inside.status().unwrap_or(stage)));
         }
-        Ok((status, trouble))
+        Ok(status)
     }
 
     /// The group, and also those who left it: they are still our descendants, for the supervisor adopts orphans.

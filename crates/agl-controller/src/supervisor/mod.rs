@@ -224,12 +224,10 @@ async fn run(
         _ = stop.recv() => end.stopped = true,
     }
     end.seconds = started.elapsed().as_secs_f64();
-    let (status, trouble) = family.end(grace).await?;
-    if let Some(status) = status {
+    if let Some(status) = family.end(grace).await? {
         end.code = status.code();
         end.signal = status.signal();
     }
-    end.note = trouble;
     Ok(end)
 }
 
