@@ -242,8 +242,7 @@ impl Attempts {
             ..StatusPatch::default()
         };
         self.client.patch_rollout(&rollout.rollout_id, &patch).await?;
-        let agent_url = self.config.agent_url.as_deref().unwrap_or_else(|| self.client.base_url());
-        Ok(Order::new(rollout.clone(), grant, agent_url))
+        Ok(Order::new(rollout.clone(), grant, self.config.url_for_agents(self.client.base_url())))
     }
 
     /// Follows an attempt until it is over.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use agl_core::rollout::EvaluatorConfig;
+use agl_core::rollout::{EvaluatorConfig, RolloutConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::error::ControllerError;
@@ -202,6 +202,18 @@ impl ControllerConfig {
             }
         }
         Ok(())
+    }
+
+    /// The evaluator of a rollout: its own, or the one of those that bring none.
+    #[must_use]
+    pub fn evaluator_of<'a>(&'a self, rollout: &'a RolloutConfig) -> Option<&'a EvaluatorConfig> {
+        rollout.evaluator.as_ref().or(self.evaluator.as_ref())
+    }
+
+    /// The gateway as agents reach it; `gateway_url` is how we do. Without a trailing slash.
+    #[must_use]
+    pub fn url_for_agents<'a>(&'a self, gateway_url: &'a str) -> &'a str {
+        self.agent_url.as_deref().unwrap_or(gateway_url).trim_end_matches('/')
     }
 
     /// How long to wait before another attempt when `failed` ones have failed.

@@ -101,7 +101,7 @@ impl Controller {
     fn check(&self) -> Result<(), ControllerError> {
         self.config.check()?;
         match &self.config.isolation {
-            Some(isolation) => isolation.check(self.config.agent_url.as_deref().unwrap_or(self.client.base_url())),
+            Some(isolation) => isolation.check(self.config.url_for_agents(self.client.base_url())),
             None => Ok(()),
         }
     }

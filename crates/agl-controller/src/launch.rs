@@ -128,7 +128,7 @@ impl Launch<'_> {
         if let Some(isolation) = &isolation {
             isolation.furnish(&mut agent.env);
         }
-        let evaluator = rollout.evaluator.as_ref().or(config.evaluator.as_ref());
+        let evaluator = config.evaluator_of(rollout);
         let mut evaluator = evaluator.map(|evaluator| self.evaluator(evaluator)).transpose()?;
         if let Some(evaluator) = evaluator.as_mut().filter(|_| isolation.is_some()) {
             // It runs outside, in a folder that the agent has written: Python is not to import from there.
@@ -150,7 +150,7 @@ impl Launch<'_> {
     /// # Errors
     /// [`LaunchError`], written for whoever configured the rollout.
     pub fn evaluation(&self, config: &ControllerConfig, exit_code: Option<i32>) -> Result<Option<Spec>, LaunchError> {
-        let Some(evaluator) = self.rollout.config.evaluator.as_ref().or(config.evaluator.as_ref()) else {
+        let Some(evaluator) = config.evaluator_of(&self.rollout.config) else {
             return Ok(None);
         };
         let mut command = self.evaluator(evaluator)?;

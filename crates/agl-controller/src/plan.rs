@@ -83,13 +83,12 @@ fn for_rollout(config: &ControllerConfig, client: &GatewayClient, runner: &dyn R
         let action = if runner.takes(&rollout) { Action::TakeUp } else { Action::Leave };
         return Planned { attempt_id: rollout.current_attempt().to_owned(), rollout_id, action };
     }
-    let agent_url = config.agent_url.as_deref().unwrap_or_else(|| client.base_url());
     let order = Order {
         rollout,
         attempt_id: FIRST_ATTEMPT_ID.to_owned(),
         key: NO_KEY.to_owned(),
         reward_key: NO_KEY.to_owned(),
-        agent_url: agent_url.trim_end_matches('/').to_owned(),
+        agent_url: config.url_for_agents(client.base_url()).to_owned(),
     };
     let action = match runner.preview(&order) {
         Ok(what) => Action::Start { what },

@@ -6,11 +6,13 @@
 //!
 //! * [`container`] — a container of this host's engine for each attempt.
 //! * [`kubernetes`] — a Job of a cluster for each attempt.
+//! * [`names`] — what an attempt is called elsewhere, and its labels. Pure.
 //! * [`process`] — a supervisor process of this host for each attempt.
 //! * [`supervised`] — the controller's end of a supervisor, its own or one that it found.
 
 pub mod container;
 pub mod kubernetes;
+mod names;
 pub mod process;
 pub mod supervised;
 
@@ -70,15 +72,17 @@ pub trait Runner: Debug + Send + Sync {
     /// True for rollouts that it can run; others are left to other controllers.
     fn takes(&self, rollout: &Rollout) -> bool;
 
-    /// How many attempts at once where `controller.max_concurrent` does not say.
-    fn capacity(&self) -> usize;
+    /// How many attempts at once where `controller.max_concurrent` does not say. On one host twice the number of its cores:
+    /// agents mostly wait for the model.
+    fn capacity(&self) -> usize {
+        2 * std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+    }
 
     /// Takes one of the starts that the runner's pace allows.
     ///
     /// # Errors
     /// The instant at which to ask again.
-    fn may_start(&self, now: Instant) -> Result<(), Instant> {
-        let _ = now;
+    fn may_start(&self, _now: Instant) -> Result<(), Instant> {
         Ok(())
     }
 
@@ -105,8 +109,7 @@ pub trait Runner: Debug + Send + Sync {
     async fn resign(&self) {}
 
     /// What the rollout's `status.k8s_job_name` becomes.
-    fn job_name(&self, rollout_id: &str, attempt_id: &str) -> Option<String> {
-        let _ = (rollout_id, attempt_id);
+    fn job_name(&self, _rollout_id: &str, _attempt_id: &str) -> Option<String> {
         None
     }
 
@@ -142,7 +145,8 @@ pub trait Runner: Debug + Send + Sync {
     fn nothing_at(&self, rollout_id: &str, attempt_id: &str) -> String;
 }
 
-/// One attempt under way. Dropped before it has ended, it ends the agent, unless the runner's [`Leave`] is set by then.
+/// One attempt under way. Dropped before it has ended, it ends the agent, unless the runner's [`Leave`] is set by then; what
+/// runs in a cluster goes on.
 #[async_trait]
 pub trait Run: Send + Sync {
     /// True where this controller started it, so that nobody else can have stopped it on our behalf.

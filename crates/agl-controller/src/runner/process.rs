@@ -70,11 +70,6 @@ impl Runner for ProcessRunner {
         config.process.is_some() || config.local.is_some() || !elsewhere
     }
 
-    /// Twice the number of cores: agents mostly wait for the model.
-    fn capacity(&self) -> usize {
-        2 * std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
-    }
-
     /// Begins with the imports: by the first attempt they are done.
     async fn elected(&self) {
         self.zygote.get_or_init(|| {

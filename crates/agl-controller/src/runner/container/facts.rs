@@ -5,7 +5,7 @@ use std::time::Duration;
 use bollard::models::{ContainerInspectResponse, ContainerStateStatusEnum as Status};
 use k8s_openapi::jiff::Timestamp;
 
-use super::spec::{ATTEMPT_ID, INSTANCE, ROLLOUT_ID};
+use crate::runner::names::{ATTEMPT_ID, INSTANCE, ROLLOUT_ID};
 use crate::supervisor::record::End;
 
 /// Where a container stands.

@@ -40,8 +40,7 @@ use serde_json::{Value, json};
 pub use self::settings::{ContainerSettings, Pull};
 
 use self::engine::Engine;
-use self::facts::Seen;
-use self::facts::belongs_to;
+use self::facts::{Seen, belongs_to};
 use self::images::Images;
 use self::relay::Relay;
 use self::run::ContainerRun;
@@ -188,7 +187,7 @@ impl ContainerRunner {
         leave: Leave,
     ) -> Result<Self, ControllerError> {
         let settings = &config.container;
-        let agent_url = config.agent_url.as_deref().unwrap_or_else(|| client.base_url()).trim_end_matches('/');
+        let agent_url = config.url_for_agents(client.base_url());
         let unusable = |key, value: &str, reason| ControllerError::Config { key, value: format!("{value:?}"), reason };
         let (relay, inside_url) = if settings.is_relayed() {
             let (address, url) =
@@ -238,11 +237,6 @@ impl Runner for ContainerRunner {
         let config = &rollout.config;
         let elsewhere = config.k8s.is_some() || config.process.is_some() || config.local.is_some();
         config.container.is_some() || !elsewhere
-    }
-
-    /// Twice the number of cores: agents mostly wait for the model.
-    fn capacity(&self) -> usize {
-        2 * std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
     }
 
     /// Looks what the engine has of ours: what was marked on disk may not be all.

@@ -142,7 +142,7 @@ impl ContainerRun {
     }
 
     fn has_evaluator(&self) -> bool {
-        self.order.rollout.config.evaluator.is_some() || self.shared.config.evaluator.is_some()
+        self.shared.config.evaluator_of(&self.order.rollout.config).is_some()
     }
 
     /// The agent's container is over.

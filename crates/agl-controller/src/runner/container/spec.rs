@@ -16,19 +16,10 @@ use super::relay::{self, TOKEN, Way};
 use super::settings::{ContainerSettings, Pull};
 use crate::config::ControllerConfig;
 use crate::launch::{Launch, LaunchError};
-use crate::runner::kubernetes::job::job_name;
+use crate::runner::names::{ATTEMPT_ID, INSTANCE, MANAGED_BY, ROLE, ROLLOUT_ID, job_name};
 use crate::runner::{Host, Order};
 use crate::work_dir::AttemptDir;
 
-/// Whose attempt a container is.
-pub(super) const ROLLOUT_ID: &str = "agl/rollout-id";
-/// See [`ROLLOUT_ID`].
-pub(super) const ATTEMPT_ID: &str = "agl/attempt-id";
-/// `agent` or `evaluator`.
-const ROLE: &str = "agl/role";
-/// The controller that a container belongs to.
-pub(super) const INSTANCE: &str = "app.kubernetes.io/instance";
-const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 /// The attempt's folder as containers see it.
 const INSIDE: &str = "/agl";
 /// Of what a container writes the engine keeps this many times `log_limit_bytes`; we read it as it is written.

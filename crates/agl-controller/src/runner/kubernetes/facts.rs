@@ -3,7 +3,7 @@
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 
-use super::job::{ATTEMPT_ID, ROLLOUT_ID};
+use crate::runner::names::{ATTEMPT_ID, ROLLOUT_ID};
 
 /// Reasons of a waiting container that only another template can change.
 const PERMANENT: [&str; 2] = ["InvalidImageName", "ErrImageNeverPull"];

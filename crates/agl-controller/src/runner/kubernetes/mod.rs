@@ -40,10 +40,11 @@ use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use self::job::{job_name, selector};
+use self::job::selector;
 use self::lease::Election;
 use self::observe::Observed;
 use self::run::KubernetesRun;
+use super::names::job_name;
 use super::{Host, Leave, Order, Run, Runner};
 use crate::config::ControllerConfig;
 use crate::error::ControllerError;
@@ -192,7 +193,7 @@ impl KubernetesRunner {
     /// An attempt as it was ordered, for one that an earlier controller began.
     async fn order(&self, rollout: &Rollout, attempt: &AttemptDetail) -> Result<Order, ClientError> {
         let client = &self.shared.client;
-        let agent_url = self.shared.config.agent_url.as_deref().unwrap_or_else(|| client.base_url());
+        let agent_url = self.shared.config.url_for_agents(client.base_url());
         let grant = client.create_attempt(&rollout.rollout_id, &attempt.attempt.attempt_id).await?;
         Ok(Order::new(rollout.clone(), grant, agent_url))
     }

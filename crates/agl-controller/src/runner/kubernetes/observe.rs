@@ -95,18 +95,12 @@ impl Entry {
 impl Observed {
     /// Starts both watches; they end with `tasks`.
     pub(super) fn watch(&self, jobs: Api<Job>, pods: Api<Pod>, selector: &str, tasks: &mut JoinSet<()>) {
-        tasks.spawn(
-            self.clone().follow(jobs, selector.to_owned(), Kind::Jobs, |this, job, list| this.see_job(job, list)),
-        );
-        tasks.spawn(
-            self.clone().follow(pods, selector.to_owned(), Kind::Pods, |this, pod, list| this.see_pod(pod, list)),
-        );
+        tasks.spawn(self.clone().follow(jobs, selector.to_owned()));
+        tasks.spawn(self.clone().follow(pods, selector.to_owned()));
     }
 
-    async fn follow<K>(self, api: Api<K>, selector: String, kind: Kind, see: fn(&Self, &K, u64))
-    where
-        K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
-    {
+    async fn follow<K: Seeable>(self, api: Api<K>, selector: String) {
+        let kind = K::KIND;
         let config = Config { label_selector: Some(selector), page_size: Some(PAGE), ..Config::default() };
         let mut events = watcher(api, config).backoff(Doubling(BACKOFF.0, Instant::now())).boxed();
         let mut broken = false;
@@ -130,9 +124,9 @@ impl Observed {
                 Event::Init => self.lock().lists[kind as usize] += 1,
                 Event::InitApply(object) | Event::Apply(object) => {
                     let list = self.lock().lists[kind as usize];
-                    see(&self, &object, list);
+                    object.see(&self, list);
                 }
-                Event::Delete(object) => self.see_deleted(&object.name_any(), kind),
+                Event::Delete(object) => object.see_deleted(&self),
                 Event::InitDone => self.sweep(kind),
             }
         }
@@ -192,8 +186,21 @@ impl Observed {
     }
 
     /// Hears of every change of the Job of this name from now on.
-    pub(super) fn subscribe(&self, name: &str) -> watch::Receiver<()> {
-        self.lock().entries.entry(name.to_owned()).or_insert_with(Entry::new).changed.subscribe()
+    pub(super) fn subscribe(&self, name: &str) -> Subscription {
+        let changed = self.lock().entries.entry(name.to_owned()).or_insert_with(Entry::new).changed.subscribe();
+        Subscription { observed: self.clone(), name: name.to_owned(), changed: Some(changed) }
+    }
+
+    /// Changes what is known of one name, tells of it, and forgets it where nothing is left.
+    fn change(&self, name: &str, change: impl FnOnce(&mut Entry) -> bool) {
+        let mut inside = self.lock();
+        let Some(entry) = inside.entries.get_mut(name) else { return };
+        if change(entry) {
+            entry.changed.send_replace(());
+        }
+        if entry.is_idle() {
+            inside.entries.remove(name);
+        }
     }
 
     /// Jobs that are there and have not ended, or have a pod that has not: whose.
@@ -219,48 +226,6 @@ impl Observed {
         if !known {
             entry.job = JobState::There(job, list);
         }
-    }
-
-    fn see_job(&self, job: &Job, list: u64) {
-        let Some(facts) = JobFacts::of(job) else { return };
-        let mut inside = self.lock();
-        let entry = inside.entries.entry(job.name_any()).or_insert_with(Entry::new);
-        let news = !matches!(&entry.job, JobState::There(known, _) if *known == facts);
-        entry.job = JobState::There(facts, list);
-        if news {
-            entry.changed.send_replace(());
-        }
-    }
-
-    fn see_pod(&self, pod: &Pod, list: u64) {
-        let Some(job) = job_of(pod) else { return };
-        let facts = PodFacts::of(pod);
-        let mut inside = self.lock();
-        let entry = inside.entries.entry(job.to_owned()).or_insert_with(Entry::new);
-        entry.started |= facts.has_started();
-        let before = entry.pods.insert(facts.name.clone(), (facts.clone(), list));
-        if before.is_none_or(|(before, _)| before != facts) {
-            entry.changed.send_replace(());
-        }
-    }
-
-    fn see_deleted(&self, name: &str, kind: Kind) {
-        let mut inside = self.lock();
-        match kind {
-            Kind::Jobs => {
-                if let Some(entry) = inside.entries.get_mut(name) {
-                    entry.job.delete();
-                    entry.changed.send_replace(());
-                }
-            }
-            Kind::Pods => {
-                for entry in inside.entries.values_mut().filter(|entry| entry.pods.contains_key(name)) {
-                    entry.pods.remove(name);
-                    entry.changed.send_replace(());
-                }
-            }
-        }
-        inside.entries.retain(|_, entry| !entry.is_idle());
     }
 
     /// A list has ended: what it did not hold, and was not made since it began, is gone.
@@ -292,6 +257,90 @@ impl Observed {
     }
 }
 
+/// What is watched.
+trait Seeable: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static {
+    const KIND: Kind;
+
+    /// It is there, as the list of this number or a later change tells.
+    fn see(&self, observed: &Observed, list: u64);
+
+    /// It was deleted.
+    fn see_deleted(&self, observed: &Observed);
+}
+
+impl Seeable for Job {
+    const KIND: Kind = Kind::Jobs;
+
+    fn see(&self, observed: &Observed, list: u64) {
+        let Some(facts) = JobFacts::of(self) else { return };
+        let mut inside = observed.lock();
+        let entry = inside.entries.entry(self.name_any()).or_insert_with(Entry::new);
+        let news = !matches!(&entry.job, JobState::There(known, _) if *known == facts);
+        entry.job = JobState::There(facts, list);
+        if news {
+            entry.changed.send_replace(());
+        }
+    }
+
+    fn see_deleted(&self, observed: &Observed) {
+        observed.change(&self.name_any(), |entry| {
+            entry.job.delete();
+            true
+        });
+    }
+}
+
+impl Seeable for Pod {
+    const KIND: Kind = Kind::Pods;
+
+    fn see(&self, observed: &Observed, list: u64) {
+        let Some(job) = job_of(self) else { return };
+        let facts = PodFacts::of(self);
+        let mut inside = observed.lock();
+        let entry = inside.entries.entry(job.to_owned()).or_insert_with(Entry::new);
+        entry.started |= facts.has_started();
+        let before = entry.pods.insert(facts.name.clone(), (facts.clone(), list));
+        if before.is_none_or(|(before, _)| before != facts) {
+            entry.changed.send_replace(());
+        }
+    }
+
+    fn see_deleted(&self, observed: &Observed) {
+        let Some(job) = job_of(self) else { return };
+        observed.change(job, |entry| entry.pods.remove(&self.name_any()).is_some());
+    }
+}
+
+/// Hears of the changes of one name. What nobody hears of any more, and is gone, is forgotten.
+pub(super) struct Subscription {
+    observed: Observed,
+    name: String,
+    changed: Option<watch::Receiver<()>>,
+}
+
+impl Subscription {
+    /// What has happened so far is known.
+    pub(super) fn mark_unchanged(&mut self) {
+        if let Some(changed) = &mut self.changed {
+            changed.mark_unchanged();
+        }
+    }
+
+    /// Waits for what happens next.
+    pub(super) async fn changed(&mut self) {
+        if let Some(changed) = &mut self.changed {
+            let _ = changed.changed().await;
+        }
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        self.changed = None;
+        self.observed.change(&self.name, |_| false);
+    }
+}
+
 /// What is waited before the next try.
 struct Doubling(Duration, Instant);
 
@@ -316,7 +365,7 @@ impl Backoff for Doubling {
 }
 
 /// The name of the Job that a pod belongs to.
-pub(super) fn job_of(pod: &Pod) -> Option<&str> {
+fn job_of(pod: &Pod) -> Option<&str> {
     let labels = pod.metadata.labels.as_ref()?;
     labels.get("batch.kubernetes.io/job-name").or_else(|| labels.get("job-name")).map(String::as_str)
 }

@@ -11,13 +11,13 @@ use async_trait::async_trait;
 use futures_util::AsyncReadExt;
 use kube::api::{ListParams, LogParams};
 use serde_json::{Value, json};
-use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::Shared;
 use super::facts::{Over, Patience, PodFacts, Seen};
-use super::job::job_name;
+use super::observe::Subscription;
 use crate::launch::Launch;
+use crate::runner::names::job_name;
 use crate::runner::supervised::{Supervised, tail};
 use crate::runner::{Order, Outcome, Run, Step, fields};
 use crate::supervisor::log::LimitedLog;
@@ -39,7 +39,7 @@ pub(super) struct KubernetesRun {
     order: Order,
     name: String,
     dir: AttemptDir,
-    changed: watch::Receiver<()>,
+    changed: Subscription,
     phase: Phase,
     started_told: bool,
     /// Since when it has not started.
@@ -121,7 +121,7 @@ impl KubernetesRun {
                         return self.over(Outcome::Lost(lost));
                     }
                     tokio::select! {
-                        _ = self.changed.changed() => {}
+                        () = self.changed.changed() => {}
                         () = tokio::time::sleep_until(patience) => {}
                     }
                     continue;
@@ -153,7 +153,7 @@ impl KubernetesRun {
                     return self.agent_over(over).await;
                 }
             }
-            let _ = self.changed.changed().await;
+            self.changed.changed().await;
         }
     }
 
@@ -204,8 +204,7 @@ impl KubernetesRun {
             Over::Misconfigured(message) => return self.over(Outcome::Misconfigured(message)),
         };
         self.record.agent = end.clone();
-        let has_evaluator = self.order.rollout.config.evaluator.is_some() || self.shared.config.evaluator.is_some();
-        if has_evaluator {
+        if self.shared.config.evaluator_of(&self.order.rollout.config).is_some() {
             self.phase = Phase::AgentEnded;
             return Step::AgentEnded(end);
         }

@@ -10,8 +10,9 @@ use super::KubernetesRun;
 use crate::runner::Outcome;
 use crate::runner::kubernetes::end::Retry;
 use crate::runner::kubernetes::facts::JobFacts;
-use crate::runner::kubernetes::job::{ATTEMPT_ID, CREATED_AT, INSTANCE, ROLLOUT_ID, created_at, job, secret};
+use crate::runner::kubernetes::job::{CREATED_AT, created_at, job, secret};
 use crate::runner::kubernetes::refusal::Refusal;
+use crate::runner::names::{ATTEMPT_ID, INSTANCE, ROLLOUT_ID};
 
 /// How long the API server may refuse what we have a right to.
 const FORBIDDEN_PATIENCE: Duration = Duration::from_secs(30);
