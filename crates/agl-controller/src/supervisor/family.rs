@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, getpgid};
 use tokio::process::Child;
 use tokio::task::JoinHandle;
 
@@ -195,13 +195,16 @@ impl Family {
         Ok(status)
     }
 
-    /// The group, and also those who left it: they are still our descendants, for the supervisor adopts orphans.
+    /// The group, and also those who left it: they are still our descendants, for the supervisor adopts orphans. Each
+    /// once, since many programs take a second SIGTERM for impatience.
     fn signal_all(&self, alive: &[i32], signal: Signal) {
+        let alive = alive.iter().map(|pid| Pid::from_raw(*pid));
+        let strays: Vec<Pid> = alive.filter(|pid| getpgid(Some(*pid)) != Ok(self.group)).collect();
         if self.group.as_raw() > 0 {
             let _ = killpg(self.group, signal);
         }
-        for pid in alive {
-            let _ = kill(Pid::from_raw(*pid), signal);
+        for stray in strays {
+            let _ = kill(stray, signal);
         }
     }
 }

@@ -75,6 +75,24 @@ async fn a_cancelled_agent_is_asked_before_it_is_killed() {
 }
 
 #[tokio::test]
+async fn everybody_is_asked_once() {
+    let stage = warm_stage().await;
+    let script = "import signal, time\nasked = []\n\
+        signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'asked\\n'), asked.append(1)))\n\
+        for _ in range(5): os.fork()\n\
+        open('up', 'a').write('+')\n\
+        while not asked: time.sleep(0.05)\n\
+        for _ in range(5): time.sleep(0.05)\n";
+    let id = stage.gateway.create(python(script));
+    let up = || std::fs::read(stage.attempt(&id, "0").work().join("up")).unwrap_or_default();
+    stage.gateway.until("all are up", |_| up().len() == 32).await;
+    stage.gateway.cancel(&id);
+    stage.gateway.until("all have been asked", |_| read(stage.attempt(&id, "0").stdout()).lines().count() >= 32).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(read(stage.attempt(&id, "0").stdout()), "asked\n".repeat(32));
+}
+
+#[tokio::test]
 async fn output_is_whole_and_limited_like_any_other() {
     let mut stage = stage().await;
     let settings = with(zygote(&stage, &["marker"]), json!({"log_limit_bytes": 20000}));
