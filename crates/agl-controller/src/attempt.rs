@@ -99,6 +99,7 @@ impl Attempts {
             RolloutState::Succeeded | RolloutState::Failed => return Ok(Next::Nothing),
         }
         let attempts = self.client.list_attempts(rollout_id).await?;
+        let has_earlier = attempts.len() > 1;
         let spent = attempts.iter().filter(|detail| costs(detail)).count().try_into().unwrap_or(u32::MAX);
         let Some(last) = attempts.into_iter().find(|detail| detail.attempt.attempt_id == rollout.current_attempt())
         else {
@@ -106,7 +107,9 @@ impl Attempts {
         };
         let number = last.attempt.attempt_id.parse().unwrap_or(0);
         // What a controller left of earlier attempts when it died must be gone before this one goes on.
-        for (_, attempt_id) in self.runner.held().into_iter().filter(|(held, _)| held == rollout_id) {
+        // Few rollouts have any, and to ask the runner for all that it holds is not for nothing.
+        let held = if has_earlier { self.runner.held() } else { Vec::new() };
+        for (_, attempt_id) in held.into_iter().filter(|(held, _)| held == rollout_id) {
             if attempt_id != last.attempt.attempt_id {
                 self.runner.reclaim(rollout_id, &attempt_id).await;
             }
@@ -352,7 +355,7 @@ impl Attempts {
 
     /// Ends what an earlier controller left of an attempt that does not count any more: its rollout was ended or deleted
     /// while no controller ran.
-    pub(crate) async fn reclaim(&self, rollout_id: &str, attempt_id: &str) -> Result<Next, ClientError> {
+    pub(crate) async fn reclaim(&self, rollout_id: &str, attempt_id: &str) -> Result<(), ClientError> {
         let asked = {
             let _place = self.taking_up.acquire().await;
             self.client.get_rollout(rollout_id).await
@@ -361,7 +364,7 @@ impl Attempts {
             Ok(detail) => {
                 let rollout = detail.rollout;
                 if rollout.status.state == RolloutState::Running && rollout.current_attempt() == attempt_id {
-                    return Ok(Next::Nothing);
+                    return Ok(());
                 }
             }
             Err(error) if error.is_not_found() => {}
@@ -380,7 +383,7 @@ impl Attempts {
             Err(error) if !error.is_conflict() && !error.is_not_found() => return Err(error),
             _ => self.runner.release(rollout_id, attempt_id),
         }
-        Ok(Next::Nothing)
+        Ok(())
     }
 
     /// A patch that comes too late, because the rollout was ended or deleted from outside, is no error.

@@ -47,10 +47,10 @@ type Outcome = Result<Next, ClientError>;
 
 /// What became of a chore.
 enum Chore {
-    Done(Result<Next, ClientError>),
+    Done(Result<(), ClientError>),
     /// This rollout has ended or is gone, as the gateway says.
     Ended(String),
-    /// A page of all that has not ended, and whether another follows.
+    /// A page of all that has not ended; another follows where it is full.
     Page(Result<Vec<Rollout>, ClientError>),
 }
 
@@ -259,7 +259,11 @@ impl Board {
             }
         };
         let Some(rollout_id) = self.names.remove(&id) else { return };
-        let ended_from_outside = matches!(self.places.remove(&rollout_id), Some(Place::Active(stop, _)) if matches!(*stop.borrow(), Some(Stop::Ended | Stop::Shutdown)));
+        let stopped = match self.places.remove(&rollout_id) {
+            Some(Place::Active(stop, _)) => *stop.borrow(),
+            _ => None,
+        };
+        let ended_from_outside = matches!(stopped, Some(Stop::Ended | Stop::Shutdown));
         let outcome = match outcome {
             Some(Ok(next)) => Some(next),
             Some(Err(error)) if error.is_not_found() => Some(Next::Nothing),
@@ -301,7 +305,7 @@ impl Board {
 
     fn note_chore(&mut self, chore: Chore) {
         match chore {
-            Chore::Done(Ok(_)) => {}
+            Chore::Done(Ok(())) => {}
             Chore::Done(Err(error)) => tracing::error!("cannot look after what is left of an attempt: {error}"),
             Chore::Ended(rollout_id) => self.withdraw(&rollout_id),
             Chore::Page(Ok(page)) => {
@@ -335,7 +339,7 @@ impl Board {
             let client = self.attempts.client.clone();
             self.chores.spawn(async move {
                 match client.get_rollout(&rollout_id).await {
-                    Ok(detail) if !detail.rollout.status.state.is_terminal() => Chore::Done(Ok(Next::Nothing)),
+                    Ok(detail) if !detail.rollout.status.state.is_terminal() => Chore::Done(Ok(())),
                     Err(error) if !error.is_not_found() => Chore::Done(Err(error)),
                     Ok(_) | Err(_) => Chore::Ended(rollout_id),
                 }
@@ -355,7 +359,7 @@ impl Board {
             if pruned > 0 {
                 tracing::info!(pruned, "deleted the folders of rollouts that ended long ago");
             }
-            Chore::Done(Ok(Next::Nothing))
+            Chore::Done(Ok(()))
         });
     }
 
