@@ -2,10 +2,11 @@
 //!
 //! A cache: an attempt that is not here begins anew with bodies that stand alone.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
+use hashlink::LinkedHashMap;
 
 use crate::aside::aside;
 use crate::delta::shared_prefix;
@@ -24,9 +25,8 @@ pub(crate) struct Bases<P>(Mutex<Inner<P>>);
 
 #[derive(Debug)]
 struct Inner<P> {
-    attempts: HashMap<(String, String), VecDeque<Arc<Said<P>>>>,
-    /// Attempts in the order in which they spoke last; an attempt may stand here more than once.
-    oldest: VecDeque<(String, String)>,
+    /// Those that have not spoken for longest first.
+    attempts: LinkedHashMap<(String, String), VecDeque<Arc<Said<P>>>>,
     bytes: usize,
 }
 
@@ -84,7 +84,7 @@ impl Packed {
 
 impl<P> Default for Bases<P> {
     fn default() -> Self {
-        Self(Mutex::new(Inner { attempts: HashMap::new(), oldest: VecDeque::new(), bytes: 0 }))
+        Self(Mutex::new(Inner { attempts: LinkedHashMap::new(), bytes: 0 }))
     }
 }
 
@@ -105,55 +105,43 @@ impl<P: Send + Sync + 'static> Bases<P> {
     /// Keeps a call in mind that has been stored.
     pub(crate) fn keep(&self, rollout_id: &str, attempt_id: &str, said: Said<P>) {
         let key = (rollout_id.to_owned(), attempt_id.to_owned());
+        // Dropped when nobody waits for this any more.
+        let mut gone = Vec::new();
         let mut inner = self.inner();
-        inner.bytes += said.size();
-        let calls = inner.attempts.entry(key.clone()).or_default();
+        let Inner { attempts, bytes } = &mut *inner;
+        attempts.to_back(&key);
+        let calls = attempts.entry(key).or_insert_with(VecDeque::new);
         // The one that it continues has nothing left to give.
         let continued =
             calls.iter().position(|before| shared_prefix(before.text(), said.text()) * 2 > before.text().len());
         let full = (calls.len() >= PER_ATTEMPT).then_some(0);
-        let gone = continued.or(full).and_then(|index| calls.remove(index)).map_or(0, |before| before.size());
+        gone.extend(continued.or(full).and_then(|index| calls.remove(index)));
+        *bytes += said.size();
         calls.push_back(Arc::new(said));
-        inner.bytes -= gone;
-        inner.oldest.push_back(key);
-        while inner.bytes > MAX_BYTES {
-            let Some(key) = inner.oldest.pop_front() else { break };
-            // It has spoken since.
-            if !inner.oldest.contains(&key) {
-                inner.drop_attempt(&key);
-            }
+        *bytes -= gone.iter().map(|before| before.size()).sum::<usize>();
+        while *bytes > MAX_BYTES
+            && let Some((_, calls)) = attempts.pop_front()
+        {
+            *bytes -= size(&calls);
+            gone.extend(calls);
         }
-        if inner.oldest.len() > 4 * inner.attempts.len() + 64 {
-            inner.tidy();
-        }
+        drop(inner);
     }
 
     /// Forgets a rollout that was deleted, and its bodies with it.
     pub(crate) fn forget(&self, rollout_id: &str) {
         let mut inner = self.inner();
-        let keys: Vec<_> = inner.attempts.keys().filter(|(rollout, _)| rollout == rollout_id).cloned().collect();
-        keys.iter().for_each(|key| inner.drop_attempt(key));
+        let Inner { attempts, bytes } = &mut *inner;
+        attempts.retain(|(rollout, _), calls| {
+            let stays = rollout != rollout_id;
+            *bytes -= if stays { 0 } else { size(calls) };
+            stays
+        });
     }
 }
 
-impl<P> Inner<P> {
-    fn drop_attempt(&mut self, key: &(String, String)) {
-        let calls = self.attempts.remove(key).unwrap_or_default();
-        self.bytes -= calls.iter().map(|said| said.size()).sum::<usize>();
-    }
-
-    /// Leaves each attempt that is still there once, where it spoke last.
-    fn tidy(&mut self) {
-        let mut seen = std::collections::HashSet::new();
-        let newest_first: Vec<_> = std::mem::take(&mut self.oldest).into_iter().rev().collect();
-        self.oldest = newest_first
-            .into_iter()
-            .filter(|key| self.attempts.contains_key(key) && seen.insert(key.clone()))
-            .collect::<Vec<_>>()
-            .into_iter()
-            .rev()
-            .collect();
-    }
+fn size<P>(calls: &VecDeque<Arc<Said<P>>>) -> usize {
+    calls.iter().map(|said| said.size()).sum()
 }
 
 impl<P> Said<P> {

@@ -20,7 +20,7 @@ use crate::terse::Terse;
 use crate::terse::shorten;
 
 /// Favours speed: a body is compressed while a harness waits for its answer.
-const ZSTD_LEVEL: i32 = 1;
+const ZSTD_LEVEL: i32 = -1;
 /// The longest chain of bodies that stand on each other: reading one reads what all of them added.
 const LONGEST_CHAIN: u32 = 512;
 /// What claims to be longer is none.

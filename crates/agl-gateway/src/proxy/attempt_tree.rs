@@ -26,7 +26,31 @@ pub(super) struct AttemptTree {
     /// The answered calls by the digest of their request: the newest, and every one whose answer did not reach the harness, or
     /// may not have.
     pub(super) asked: HashMap<[u8; 32], Vec<Recorded>>,
-    tokens: Arc<AtomicUsize>,
+    weight: Weight,
+}
+
+/// Tokens that a tree holds, counted among those of all trees for as long as it is there.
+pub(super) struct Weight {
+    tokens: usize,
+    all: Arc<AtomicUsize>,
+}
+
+impl Weight {
+    pub(super) fn among(all: &Arc<AtomicUsize>) -> Self {
+        Self { tokens: 0, all: Arc::clone(all) }
+    }
+
+    fn add(&mut self, row: &CallRow) {
+        let tokens = row.inserted.len() + 2 * row.sampled.len();
+        self.tokens += tokens;
+        self.all.fetch_add(tokens, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Weight {
+    fn drop(&mut self) {
+        self.all.fetch_sub(self.tokens, Ordering::Relaxed);
+    }
 }
 
 /// A call that has ended.
@@ -68,8 +92,7 @@ pub(crate) enum CallResult {
 }
 
 impl AttemptTree {
-    pub(super) fn rebuild(rows: Vec<StoredCall>, tokens: Arc<AtomicUsize>) -> Result<Self, TreeError> {
-        tokens.store(0, Ordering::Relaxed);
+    pub(super) fn rebuild(rows: Vec<StoredCall>, weight: Weight) -> Result<Self, TreeError> {
         let mut attempt = Self {
             tree: TokenTree::new(),
             next_seq: 0,
@@ -78,7 +101,7 @@ impl AttemptTree {
             underway: BTreeSet::new(),
             stale: false,
             asked: HashMap::new(),
-            tokens,
+            weight,
         };
         rows.into_iter().try_for_each(|stored| attempt.insert(stored))?;
         Ok(attempt)
@@ -147,7 +170,7 @@ impl AttemptTree {
         }
         self.calls.insert(row.seq, row.call_id.clone());
         self.next_seq = row.seq + 1;
-        self.count(&row);
+        self.weight.add(&row);
         self.tree.insert(row)
     }
 
@@ -212,10 +235,6 @@ impl AttemptTree {
         }
     }
 
-    fn count(&self, row: &CallRow) {
-        self.tokens.fetch_add(row.inserted.len() + 2 * row.sampled.len(), Ordering::Relaxed);
-    }
-
     /// Adds the call's rows to the tree and gives what is to be stored, and whether there is an answer in it.
     pub(super) fn add(&mut self, call: &Finished) -> Result<(CallRecord, bool), TreeError> {
         let delivery = if call.client_present { Delivery::Delivered } else { Delivery::Undelivered };
@@ -248,7 +267,7 @@ impl AttemptTree {
             })?;
             self.calls.insert(row.seq, row.call_id.clone());
             self.next_seq += 1;
-            self.count(&row);
+            self.weight.add(&row);
             rows.push(row);
         }
         let lost = self.asked.get(&call.digest).filter(|_| answered).map_or(&[][..], Vec::as_slice);

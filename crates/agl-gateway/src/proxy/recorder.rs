@@ -8,16 +8,16 @@
 //! have recorded before it answers a question of the past; and where another was faster with a row's number, nothing is written,
 //! the tree is built anew, and the call recorded again.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use agl_core::trajectory::{Assembly, CallRow, Level, TreeError};
 use agl_store::{SharedStore, StoreError};
+use hashlink::LinkedHashMap;
 use tokio::sync::{OwnedMutexGuard, mpsc};
 
-use super::attempt_tree::{AttemptTree, Finished, Recorded};
+use super::attempt_tree::{AttemptTree, Finished, Recorded, Weight};
 use super::deliveries::{Parcel, SETTLE_EVERY, settle_deliveries};
 
 /// When the cached trees hold more tokens than this, those not used for longest go. About 4 bytes each.
@@ -33,7 +33,10 @@ pub(crate) struct Recorder {
     pub(super) store: SharedStore,
     /// Other gateways may record calls too: a dead one is known to be so after this lease.
     others: Option<Duration>,
-    trees: Mutex<HashMap<AttemptKey, Entry>>,
+    /// Those not used for longest first.
+    trees: Mutex<LinkedHashMap<AttemptKey, Tree>>,
+    /// Tokens in all of them together.
+    cached_tokens: Arc<AtomicUsize>,
     pub(super) outbox: mpsc::UnboundedSender<Parcel>,
 }
 
@@ -43,12 +46,8 @@ pub(crate) struct AttemptKey {
     pub(crate) attempt_id: String,
 }
 
-struct Entry {
-    /// `None` until it is loaded.
-    tree: Arc<tokio::sync::Mutex<Option<AttemptTree>>>,
-    tokens: Arc<AtomicUsize>,
-    last_used: Instant,
-}
+/// `None` until it is loaded.
+type Tree = Arc<tokio::sync::Mutex<Option<AttemptTree>>>;
 
 /// Why a call could not be recorded.
 #[derive(Debug, thiserror::Error)]
@@ -66,7 +65,7 @@ impl Recorder {
     pub(crate) fn start(store: SharedStore) -> Arc<Self> {
         let (outbox, inbox) = mpsc::unbounded_channel();
         let others = store.peers().map(|peers| peers.lease());
-        let recorder = Arc::new(Self { store, others, trees: Mutex::new(HashMap::new()), outbox });
+        let recorder = Arc::new(Self { store, others, trees: Mutex::default(), cached_tokens: Arc::default(), outbox });
         tokio::spawn(settle_deliveries(Arc::downgrade(&recorder), inbox));
         recorder
     }
@@ -158,20 +157,20 @@ impl Recorder {
         self.trees().retain(|key, _| key.rollout_id != rollout_id);
     }
 
-    fn trees(&self) -> MutexGuard<'_, HashMap<AttemptKey, Entry>> {
+    fn trees(&self) -> MutexGuard<'_, LinkedHashMap<AttemptKey, Tree>> {
         // A map of handles: whole after every statement.
         self.trees.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The attempt's tree, loaded and locked. It may lack what other gateways have recorded since it was used last.
     pub(super) async fn open(&self, key: &AttemptKey) -> Result<OpenTree, RecordError> {
-        let (tree, tokens) = self.handle(key);
-        let mut guard = tree.lock_owned().await;
+        let mut guard = self.handle(key).lock_owned().await;
         if guard.as_ref().is_none_or(|attempt| attempt.stale) {
             let rows = self.store.calls(&key.rollout_id, &key.attempt_id, 0).await?;
             let before = guard.take();
+            let weight = Weight::among(&self.cached_tokens);
             let rebuild = move || {
-                let mut rebuilt = AttemptTree::rebuild(rows, tokens)?;
+                let mut rebuilt = AttemptTree::rebuild(rows, weight)?;
                 if let Some(before) = &before {
                     rebuilt.inherit(before);
                 }
@@ -238,20 +237,26 @@ impl Recorder {
         self.open(key).await
     }
 
-    fn handle(&self, key: &AttemptKey) -> (Arc<tokio::sync::Mutex<Option<AttemptTree>>>, Arc<AtomicUsize>) {
-        let mut trees = self.trees();
-        let known = trees.contains_key(key);
-        let entry = trees.entry(key.clone()).or_insert_with(|| Entry {
-            tree: Arc::default(),
-            tokens: Arc::default(),
-            last_used: Instant::now(),
-        });
-        entry.last_used = Instant::now();
-        let handle = (Arc::clone(&entry.tree), Arc::clone(&entry.tokens));
-        if !known {
-            evict(&mut trees);
+    fn handle(&self, key: &AttemptKey) -> Tree {
+        if let Some(tree) = self.trees().to_back(key) {
+            return Arc::clone(tree);
         }
-        handle
+        let tree = Arc::clone(self.trees().entry(key.clone()).or_insert_with(Tree::default));
+        // Each is dropped while nobody has to wait for it.
+        while let Some(oldest) = self.superfluous() {
+            drop(oldest);
+        }
+        tree
+    }
+
+    /// Where the cache is too full, takes out the tree that was not used for longest and that nobody uses now.
+    fn superfluous(&self) -> Option<Tree> {
+        let mut trees = self.trees();
+        if trees.len() <= MAX_CACHED_TREES && self.cached_tokens.load(Ordering::Relaxed) <= MAX_CACHED_TOKENS {
+            return None;
+        }
+        let idle = trees.iter().find(|(_, tree)| Arc::strong_count(tree) == 1).map(|(key, _)| key.clone())?;
+        trees.remove(&idle)
     }
 }
 
@@ -267,28 +272,6 @@ pub(super) type OpenTree = OwnedMutexGuard<Option<AttemptTree>>;
 
 pub(super) fn loaded(guard: &mut OpenTree) -> Result<&mut AttemptTree, RecordError> {
     guard.as_mut().ok_or(RecordError::Lost)
-}
-
-/// Takes the trees that were not used for longest, and that nobody uses now, until the rest fits.
-fn evict(trees: &mut HashMap<AttemptKey, Entry>) {
-    let mut tokens: usize = trees.values().map(|entry| entry.tokens.load(Ordering::Relaxed)).sum();
-    if tokens <= MAX_CACHED_TOKENS && trees.len() <= MAX_CACHED_TREES {
-        return;
-    }
-    let mut idle: Vec<_> = trees
-        .iter()
-        .filter(|(_, entry)| Arc::strong_count(&entry.tree) == 1)
-        .map(|(key, entry)| (entry.last_used, entry.tokens.load(Ordering::Relaxed), key.clone()))
-        .collect();
-    idle.sort_unstable_by_key(|(last_used, ..)| *last_used);
-    for (_, held, key) in idle {
-        // A little below the limit, so that the next attempt does not evict again.
-        if tokens <= MAX_CACHED_TOKENS / 8 * 7 && trees.len() <= MAX_CACHED_TREES / 8 * 7 {
-            break;
-        }
-        trees.remove(&key);
-        tokens -= held;
-    }
 }
 
 #[cfg(test)]

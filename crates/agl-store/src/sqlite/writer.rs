@@ -72,9 +72,10 @@ pub(super) fn run(
     while let Ok(first) = jobs.recv() {
         let mut group: Vec<_> = std::iter::once(first).chain(jobs.try_iter().take(GROUP - 1)).collect();
         let committed = commit_together(&mut connection, path, &mut group);
-        if committed.is_ok() {
-            announce(&connection, newest_change);
+        if let Ok(Some(newest)) = committed {
+            newest_change.send_if_modified(|cursor| std::mem::replace(cursor, newest) != newest);
         }
+        let committed = committed.map(|_| ());
         for job in group {
             job.tell(committed.clone());
         }
@@ -87,12 +88,16 @@ pub(super) fn run(
     }
 }
 
-/// Runs the jobs in one transaction. An error means that none of them was made.
+/// Runs the jobs in one transaction and gives the newest entry of the change log. An error means that none of them was made.
 ///
 /// A job looks before it writes: one that is refused has written nothing, and concerns its caller alone. One that fails after it has
 /// written has met a full disk or a damaged file, and nothing of its group is kept. (A savepoint for each job would part them in that
 /// case too, and costs SQLite a copy of every page that a job touches.)
-fn commit_together(connection: &mut Connection, path: &Path, group: &mut [Box<dyn Job>]) -> Result<(), StoreError> {
+fn commit_together(
+    connection: &mut Connection,
+    path: &Path,
+    group: &mut [Box<dyn Job>],
+) -> Result<Option<u64>, StoreError> {
     let failed = |error| failure(path, error);
     // Immediate: one that begins by reading is not waited for when it wants to write while another process holds the lock.
     let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
@@ -104,18 +109,16 @@ fn commit_together(connection: &mut Connection, path: &Path, group: &mut [Box<dy
             return outcome.and(Err(StoreError::DiskFull { database: path.display().to_string() }));
         }
         if outcome.is_err() && transaction.total_changes() != before {
-            return outcome;
+            return outcome.map(|()| None);
         }
     }
-    transaction.commit().map_err(failed)
+    // Here it costs no locks of its own.
+    let newest = newest_change(&transaction);
+    transaction.commit().map_err(failed)?;
+    Ok(newest)
 }
 
-fn announce(connection: &Connection, newest_change: &watch::Sender<u64>) {
-    let newest = connection
-        .prepare_cached("SELECT coalesce(max(cursor), 0) FROM changes")
-        .and_then(|mut statement| statement.query_row([], |row| row.get::<_, i64>(0)));
-    if let Ok(newest) = newest {
-        let newest = newest.cast_unsigned();
-        newest_change.send_if_modified(|cursor| std::mem::replace(cursor, newest) != newest);
-    }
+fn newest_change(connection: &Connection) -> Option<u64> {
+    let mut statement = connection.prepare_cached("SELECT coalesce(max(cursor), 0) FROM changes").ok()?;
+    statement.query_row([], |row| row.get::<_, i64>(0)).ok().map(i64::cast_unsigned)
 }
