@@ -315,6 +315,25 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_tree_that_was_not_used_for_longest_goes_first_and_is_built_anew() {
+        let recorder = recorder().await;
+        recorder.record(call("call-1", 7)).await.unwrap();
+        assert_eq!(
+            recorder.cached_tokens.load(Ordering::Relaxed),
+            4,
+            "two of the prompt, one sampled with its log-prob"
+        );
+        for number in 1..=MAX_CACHED_TREES {
+            let (rollout_id, attempt_id) = ("r".to_owned(), number.to_string());
+            drop(recorder.open(&AttemptKey { rollout_id, attempt_id }).await.unwrap());
+        }
+        assert_eq!(recorder.trees().len(), MAX_CACHED_TREES);
+        assert!(!recorder.trees().contains_key(&key()));
+        assert_eq!(recorder.cached_tokens.load(Ordering::Relaxed), 0);
+        assert_eq!(recorder.begin_call(&key()).await.unwrap(), 1, "it knows of the call before");
+    }
+
+    #[tokio::test]
     async fn an_answer_that_was_just_dropped_is_not_handed_out_as_live() {
         let recorder = recorder().await;
         let recorded = recorder.record(call("call-1", 7)).await.unwrap();
