@@ -19,8 +19,11 @@ use crate::terse::Terse;
 #[cfg(any(test, feature = "fuzzing"))]
 use crate::terse::shorten;
 
-/// Favours speed: a body is compressed while a harness waits for its answer.
-const ZSTD_LEVEL: i32 = -1;
+/// Both favour speed: a body is compressed while a harness waits for its answer. The first has no code for literals, whose
+/// making would cost more time than all the rest of a small body.
+const LEVELS: [i32; 2] = [-1, 1];
+/// Of what is a small body, in bytes.
+const SMALL: usize = 1024;
 /// The longest chain of bodies that stand on each other: reading one reads what all of them added.
 const LONGEST_CHAIN: u32 = 512;
 /// What claims to be longer is none.
@@ -28,13 +31,13 @@ const LONGEST: usize = 1 << 30;
 /// Part of the format: a body can only be read with the dictionary that it was compressed behind.
 const DICTIONARY: &[u8] = include_bytes!("body.dictionary");
 
-static ENCODER: LazyLock<EncoderDictionary<'static>> =
-    LazyLock::new(|| EncoderDictionary::copy(DICTIONARY, ZSTD_LEVEL));
+static ENCODERS: LazyLock<[EncoderDictionary<'static>; 2]> =
+    LazyLock::new(|| LEVELS.map(|level| EncoderDictionary::copy(DICTIONARY, level)));
 static DECODER: LazyLock<DecoderDictionary<'static>> = LazyLock::new(|| DecoderDictionary::copy(DICTIONARY));
 
 thread_local! {
-    /// Making one takes longer than compressing a small body.
-    static COMPRESSOR: RefCell<Option<Compressor<'static>>> = const { RefCell::new(None) };
+    /// One for each level: making one takes longer than compressing a small body.
+    static COMPRESSORS: RefCell<[Option<Compressor<'static>>; 2]> = const { RefCell::new([None, None]) };
 }
 
 /// One body as it went over the wire, compressed.
@@ -222,10 +225,11 @@ impl Content {
 }
 
 fn pack(raw: &[u8]) -> Result<Vec<u8>, StoreError> {
-    COMPRESSOR.with_borrow_mut(|kept| {
-        let compressor = match kept {
+    let which = usize::from(raw.len() >= SMALL);
+    COMPRESSORS.with_borrow_mut(|kept| {
+        let compressor = match &mut kept[which] {
             Some(compressor) => compressor,
-            None => kept.insert(Compressor::with_prepared_dictionary(&ENCODER).map_err(unreadable)?),
+            none => none.insert(Compressor::with_prepared_dictionary(&ENCODERS[which]).map_err(unreadable)?),
         };
         let mut packed = compressor.compress(raw).map_err(unreadable)?;
         // It was made as long as it could have become.

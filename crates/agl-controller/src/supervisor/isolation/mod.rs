@@ -114,14 +114,19 @@ pub(super) async fn start(
         let (mut ear, listeners) = Ear::at(ours, &outer).await?;
         let doors = Doors::open(listeners, enclosure).map_err(system)?;
         let mut inner = Some(Inner { rooms: Rooms::of(&enclosure.settings, dir), agent: agent.clone() });
+        let mut notes = Vec::new();
         loop {
             match ear.hear().await {
+                Some(Word::Lacks(note)) => notes.push(note),
                 Some(Word::Ready) => {
                     if let Some(inner) = inner.take() {
                         ear.say(&inner).await.map_err(system)?;
                     }
                 }
-                Some(Word::Started { notes }) => return Ok((ear, doors, notes)),
+                Some(Word::Started { notes: more }) => {
+                    notes.extend(more);
+                    return Ok((ear, doors, notes));
+                }
                 Some(Word::Failed(reason)) => return Err(reason),
                 Some(Word::Ended { .. }) | None => {
                     return Err(passing("its isolation broke down before it was started".to_owned()));

@@ -16,6 +16,9 @@ use super::words::{Mouth, Outer, Word};
 use crate::isolation::{GATEWAY_PORT, PROXY_PORT};
 use crate::supervisor::record::NotStarted;
 
+/// How many user namespaces may be made inside.
+const NESTED: &str = "/proc/sys/user/max_user_namespaces";
+
 /// Runs the stage to the end of everything inside.
 ///
 /// # Errors
@@ -51,15 +54,18 @@ fn close_inherited() -> io::Result<()> {
 fn open(mouth: &Mouth, outer: &Outer) -> Result<std::process::Child, String> {
     make_namespaces()?;
     let fault = |what: &'static str| move |error: io::Error| format!("{what}: {error}");
-    if !outer.nested_namespaces {
-        // Counts for this namespace and all below it. Where it cannot be written, the kernel's own limits hold.
-        let _ = std::fs::write("/proc/sys/user/max_user_namespaces", "0");
-    }
+    // Counts for this namespace and all below it.
+    let forbidden = if outer.nested_namespaces { Ok(()) } else { std::fs::write(NESTED, "0") };
     loopback_up().map_err(fault("cannot bring its loopback device up"))?;
     let listen =
         |port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(fault("cannot listen on its loopback address"));
     let (gateway, proxy) = (listen(GATEWAY_PORT)?, listen(PROXY_PORT)?);
     mouth.hand_out([&gateway, &proxy]).map_err(fault("cannot hand its listeners out"))?;
+    if let Err(error) = forbidden {
+        mouth.say(&Word::Lacks(format!(
+            "isolated agents can make user namespaces of their own, if the kernel lets them: {NESTED} cannot be written ({error})"
+        )));
+    }
     privileges::hand_on()?;
     Command::new("/proc/self/exe")
         .arg0("agl")

@@ -54,11 +54,13 @@ pub struct Inner {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Word {
+    /// What could not be had on this machine and is no reason to give up, for a person.
+    Lacks(String),
     /// The first process runs.
     Ready,
     /// The agent runs.
     Started {
-        /// What could not be had on this machine and is no reason to give up, for a person.
+        /// As [`Word::Lacks`].
         notes: Vec<String>,
     },
     /// It does not, and will not.

@@ -168,7 +168,7 @@ async fn a_killed_supervisor_leaves_nothing_behind() {
     let id = stage.gateway.create(sh(&script));
     pid_in(&stage.attempt(&id, "0").work().join("pid")).await;
     stage.gateway.until("it is reported", |gateway| gateway.calls().len() >= 3).await;
-    assert!(with_word(&word).len() >= 2);
+    stage.gateway.until("both run", |_| with_word(&word).len() >= 2).await;
     let supervisor = stage.gateway.attempts(&id)[0].runner["supervisor_pid"].as_i64().unwrap();
     kill(Pid::from_raw(i32::try_from(supervisor).unwrap()), Signal::SIGKILL).unwrap();
     stage.gateway.until("all are gone", |_| with_word(&word).is_empty()).await;
