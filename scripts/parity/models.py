@@ -5,7 +5,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 HERE = Path(__file__).parent
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -28,6 +36,11 @@ SIZES = dict(
     eos_token_id=2,
 )
 
+# For what came later: files as small as they can be.
+SMALL = {**SIZES, "hidden_size": 24, "intermediate_size": 32}
+# Shorter than every sequence that is compared.
+WINDOW = 8
+
 CONFIGS = {
     "qwen3-tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, rope_theta=10000.0),
     "qwen3-untied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False, rope_theta=1000000.0),
@@ -39,6 +52,35 @@ CONFIGS = {
         rope_scaling=dict(
             rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         ),
+    ),
+    "llama-biases": lambda: LlamaConfig(**SMALL, head_dim=8, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    "smollm2": lambda: LlamaConfig(
+        **{**SMALL, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5},
+        tie_word_embeddings=True,
+        rope_theta=100000.0,
+    ),
+    "smollm3": lambda: SmolLM3Config(
+        **{**SMALL, "num_hidden_layers": 3}, head_dim=8, no_rope_layer_interval=3, pad_token_id=None, rope_theta=5000000.0
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**SMALL, "num_hidden_layers": 3},
+        head_dim=8,
+        query_pre_attn_scalar=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=WINDOW,
+        rope_theta=1000000.0,
+        rope_local_base_freq=1000.0,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+        pad_token_id=None,
+    ),
+    "qwen3-window": lambda: Qwen3Config(
+        **SMALL, head_dim=8, tie_word_embeddings=True, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen2-yarn": lambda: Qwen2Config(
+        **{**SMALL, "max_position_embeddings": 256},
+        tie_word_embeddings=False,
+        rope_theta=1000000.0,
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
     ),
 }
 
@@ -68,10 +110,14 @@ def template(name):
 def make_model(name, seed):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]()).float().eval()
+    gemma = model.config.model_type.startswith("gemma")
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
-                parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+                # Gemma stores the weights of norms less 1. What its blocks add is made larger than the embeddings: these are
+                # scaled up, and would have the model repeat its last token.
+                mean = (2.0 if "post_" in key else 0.0) if gemma else 1.0
+                parameter.copy_(mean + 0.2 * torch.randn_like(parameter))
             elif key.endswith("bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
     return model

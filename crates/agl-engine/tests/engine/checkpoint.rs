@@ -145,7 +145,9 @@ fn an_unknown_architecture_and_a_missing_key_are_named() {
     let path = model.path().join("config.json");
     let config = fs::read_to_string(&path).unwrap();
     fs::write(&path, config.replace("Qwen3ForCausalLM", "MambaForCausalLM")).unwrap();
-    assert!(load_error(model.path()).contains("architecture `MambaForCausalLM` is not supported"));
+    let error = load_error(model.path());
+    assert!(error.starts_with(&format!("{}: `architectures` says `MambaForCausalLM`", path.display())), "{error}");
+    assert!(error.contains("supported are Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM,"), "{error}");
     fs::write(&path, config.replace("\"vocab_size\"", "\"vocabulary\"")).unwrap();
     assert!(load_error(model.path()).contains("the key `vocab_size` is missing"));
 }
