@@ -132,7 +132,10 @@ def compare_templates(folder, probe):
         subprocess.run([probe, "templates", directory], check=True)
         rendered = json.loads((directory / "answer.json").read_text())
         for number, (ours, case) in enumerate(zip(rendered, chosen, strict=True)):
-            same(f"{name}, conversation {number}", ours, case["expected"])
+            if "refused" in case:
+                same(f"{name}, conversation {number}, refused", case["refused"] in ours.get("refused", "\0"), True)
+            else:
+                same(f"{name}, conversation {number}", ours.get("prompt", ours), case["expected"])
 
 
 def compare_fixtures(fixtures):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jinja2
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, trainers
 from transformers import (
@@ -18,7 +19,7 @@ from transformers import (
 HERE = Path(__file__).parent
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-TEMPLATES = ["qwen3", "strict"]
+TEMPLATES = ["qwen3", "strict", "chatml", "headers", "turns", "modes"]
 
 SIZES = dict(
     vocab_size=128,
@@ -149,6 +150,25 @@ CALCULATOR = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 
+EDIT = {
+    "type": "function",
+    "function": {
+        "name": "edit",
+        "description": "It's an \"edit\"\nof a file.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string"},
+                "changes": {"type": "array", "items": {"type": "object", "additionalProperties": False}, "minItems": 1},
+                "mode": {"enum": ["all", "first", None], "default": None},
+            },
+            "required": ["path", "changes"],
+        },
+    },
+}
+NESTED = {"path": "a/b.py", "changes": [{"from": 1, "to": [2, 3.5, None], "text": "it's\n\"x\""}, {}], "force": False, "big": 1e20}
+
 
 def call(name, arguments):
     return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -191,22 +211,85 @@ CONVERSATIONS = [
         add_generation_prompt=False,
     ),
     dict(messages=[{"role": "user", "content": "No thinking."}], variables={"enable_thinking": False}),
+    # Thinking beside the answer, before and after the last question.
+    dict(
+        messages=[
+            {"role": "user", "content": "First."},
+            {"role": "assistant", "content": "One.", "reasoning_content": "\nforgotten\n"},
+            {"role": "user", "content": "Use it."},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "kept: it came after the question",
+                "tool_calls": [call("clock", {})],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": '{"hour": 12}'},
+        ],
+        tools=[CLOCK],
+    ),
+    # One call at a time, twice, with nested arguments of every kind.
+    dict(
+        messages=[
+            {"role": "system", "content": "You act.\n\n/no_think"},
+            {"role": "user", "content": "Do both."},
+            {"role": "assistant", "content": "", "tool_calls": [call("edit", NESTED)]},
+            {"role": "tool", "name": "edit", "tool_call_id": "call_1", "content": "done\n"},
+            {"role": "assistant", "content": "Next.", "tool_calls": [call("clock", {})]},
+            {"role": "tool", "name": "clock", "tool_call_id": "call_1", "content": "<tool_response>odd</tool_response>"},
+        ],
+        tools=[EDIT, CLOCK],
+        variables={"tools_in_user_message": False},
+    ),
+    dict(
+        messages=[
+            {"role": "system", "content": "Only this. /override /think"},
+            {"role": "user", "content": "a < b && c > 'd' \\ \"e\" \t\u00a0ü"},
+            {"role": "assistant", "content": "Fine."},
+            {"role": "user", "content": "<tool_response>not one</tool_response>"},
+        ],
+    ),
+    dict(
+        messages=[
+            {"role": "system", "content": [{"type": "text", "text": "In parts."}]},
+            {"role": "user", "content": [{"type": "text", "text": " What is "}, {"type": "image"}, {"type": "text", "text": "this?"}]},
+        ],
+    ),
+    dict(messages=[{"role": "user", "content": "Hi"}, {"role": "user", "content": "again"}], variables={"date_string": "2 Feb 2026"}),
+    dict(messages=[{"role": "critic", "content": "Who am I?"}]),
+    dict(
+        messages=[
+            {"role": "user", "content": "Run it."},
+            {"role": "assistant", "content": "", "tool_calls": [call("search", {"query": "rust", "limit": 3})]},
+            {"role": "ipython", "content": {"results": ["a", None, True, 1.5]}},
+        ],
+        variables={"builtin_tools": ["code", "search"], "python_tools": ["def f(x):", "  it's \"quoted\""]},
+    ),
+    dict(messages=[{"role": "user", "content": ""}], tools=[EDIT], add_generation_prompt=False),
 ]
 
 
 def render_cases(tokenizer):
-    """Every conversation under every template, as transformers renders it."""
+    """Every conversation under every template, as transformers renders or refuses it."""
     cases = []
     for name in TEMPLATES:
         for conversation in CONVERSATIONS:
-            text = tokenizer.apply_chat_template(
-                conversation["messages"],
-                tools=conversation.get("tools"),
-                add_generation_prompt=conversation.get("add_generation_prompt", True),
-                chat_template=template(name),
-                tokenize=False,
-                **conversation.get("variables", {}),
-            )
+            try:
+                text = tokenizer.apply_chat_template(
+                    conversation["messages"],
+                    tools=conversation.get("tools"),
+                    add_generation_prompt=conversation.get("add_generation_prompt", True),
+                    chat_template=template(name),
+                    tokenize=False,
+                    **conversation.get("variables", {}),
+                )
+            except jinja2.TemplateError as error:
+                # The template's own refusal, or what its language cannot do; only the first has words of its own.
+                words = str(error) if type(error) is jinja2.TemplateError else ""
+                cases.append(dict(template=name, **conversation, refused=words))
+                continue
+            except TypeError:
+                cases.append(dict(template=name, **conversation, refused=""))
+                continue
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text.isascii() else None
             cases.append(dict(template=name, **conversation, expected=text, expected_ids=ids))
     return cases

@@ -109,12 +109,16 @@ fn train_row(row: Row) -> TrainRow {
 fn render(engine: &Engine, conversations: &[Conversation]) -> Result<Value, Box<dyn Error>> {
     let mut prompts = Vec::new();
     for conversation in conversations {
-        prompts.push(engine.tokenizer().apply_chat_template_with(
+        let rendered = engine.tokenizer().apply_chat_template_with(
             &conversation.messages,
             conversation.tools.as_deref(),
             conversation.add_generation_prompt.unwrap_or(true),
             &conversation.variables,
-        )?);
+        );
+        prompts.push(match rendered {
+            Ok(prompt) => json!({"prompt": prompt}),
+            Err(error) => json!({"refused": error.to_string()}),
+        });
     }
     Ok(json!(prompts))
 }

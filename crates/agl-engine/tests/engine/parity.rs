@@ -207,15 +207,18 @@ fn conversations_render_and_tokenise_as_in_transformers() {
         let engine = Engine::load(&model, Default::default()).unwrap();
         let cases = recorded["cases"].as_array().unwrap().iter().filter(|case| case["template"] == name.as_str());
         for (number, case) in cases.enumerate() {
-            let text = engine
-                .tokenizer()
-                .apply_chat_template_with(
-                    case["messages"].as_array().unwrap(),
-                    case.get("tools").and_then(Value::as_array).map(Vec::as_slice),
-                    case.get("add_generation_prompt").and_then(Value::as_bool).unwrap_or(true),
-                    case.get("variables").and_then(Value::as_object).unwrap_or(&Map::new()),
-                )
-                .unwrap();
+            let rendered = engine.tokenizer().apply_chat_template_with(
+                case["messages"].as_array().unwrap(),
+                case.get("tools").and_then(Value::as_array).map(Vec::as_slice),
+                case.get("add_generation_prompt").and_then(Value::as_bool).unwrap_or(true),
+                case.get("variables").and_then(Value::as_object).unwrap_or(&Map::new()),
+            );
+            if let Some(words) = case.get("refused").and_then(Value::as_str) {
+                let error = rendered.expect_err(&format!("{name}, conversation {number}")).to_string();
+                assert!(error.contains(words), "{name}, conversation {number}: {error}");
+                continue;
+            }
+            let text = rendered.unwrap_or_else(|error| panic!("{name}, conversation {number}: {error}"));
             assert_eq!(text, case["expected"].as_str().unwrap(), "{name}, conversation {number}");
             if let Some(ids) = case["expected_ids"].as_array() {
                 let ids: Vec<u32> = ids.iter().map(|id| id.as_u64().unwrap() as u32).collect();
