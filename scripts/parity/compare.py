@@ -1,14 +1,16 @@
 """Compares the engine with transformers on fresh random models.
 
-Logits, greedy answers, two optimiser steps of the clipped policy gradient, saved checkpoints, chat templates; and whether
-the committed fixtures still say what transformers says. Run through `python3 scripts/parity/run.py`.
+Logits, log-probs, greedy answers, gradients and two optimiser steps of the clipped policy gradient, saved checkpoints, chat
+templates; and whether the committed fixtures still say what transformers says. Run through `python3 scripts/parity/run.py`.
 """
 
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -86,7 +88,9 @@ def compare_model(name, seed, folder, probe):
     ids = models.token_ids(seed, 60)
     prompt = models.token_ids(seed + 1, 9)
     rows = reference.with_old_log_probs(model, reference.training_rows(rng), rng)
-    request = dict(ids=ids, prompt=prompt, new_tokens=reference.GREEDY_TOKENS, rows=rows, loss=reference.LOSS, optim=OPTIM, updates=UPDATES)
+    request = dict(
+        ids=ids, prompt=prompt, new_tokens=reference.GREEDY_TOKENS, rows=rows, loss=reference.LOSS, optim=OPTIM, updates=UPDATES
+    )
     (directory / "request.json").write_text(json.dumps(request))
     subprocess.run([probe, "model", directory], check=True)
     answer = json.loads((directory / "answer.json").read_text())
@@ -100,7 +104,8 @@ def compare_model(name, seed, folder, probe):
         theirs = [reference.token_log_probs(model, row["ids"])[0] for row in rows]
     check("log-probs of tokens", max(distance(a[1:], b) for a, b in zip(answer["log_probs"], theirs, strict=True)))
     _, gradients = reference.loss_and_gradients(model, rows)
-    check("gradient of every parameter", gradient_distance(load_file(directory / "gradient" / "optimizer.safetensors"), gradients))
+    optimizer = load_file(directory / "gradient" / "optimizer.safetensors")
+    check("gradient of every parameter", gradient_distance(optimizer, gradients))
     losses, norms = torch_updates(model, rows)
     check("loss of each update", relative_distance(answer["losses"], losses), 1e-4)
     check("gradient norm of each update", relative_distance(answer["grad_norms"], norms), 1e-4)
@@ -121,7 +126,10 @@ def compare_model(name, seed, folder, probe):
 def compare_templates(folder, probe):
     print("chat templates")
     tokenizer = models.make_tokenizer()
-    cases = models.render_cases(tokenizer)
+    # The engine writes dates in UTC.
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    cases = models.render_cases(tokenizer, [*models.CONVERSATIONS, models.DATED])
     for name in models.TEMPLATES:
         directory = folder / f"template-{name}"
         models.make_model("qwen3-tied", 0).save_pretrained(directory)

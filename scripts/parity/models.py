@@ -268,11 +268,15 @@ CONVERSATIONS = [
 ]
 
 
-def render_cases(tokenizer):
+# What it renders to depends on the day, so it is compared live only.
+DATED = dict(messages=[{"role": "user", "content": "What day is it?"}], variables={"dated": True})
+
+
+def render_cases(tokenizer, conversations=CONVERSATIONS):
     """Every conversation under every template, as transformers renders or refuses it."""
     cases = []
     for name in TEMPLATES:
-        for conversation in CONVERSATIONS:
+        for conversation in conversations:
             try:
                 text = tokenizer.apply_chat_template(
                     conversation["messages"],

@@ -10,7 +10,7 @@ use super::simd;
 const BLOCK: usize = 16_384;
 
 /// √(8/π).
-const GELU_SLOPE: f32 = 1.595_769_1;
+const GELU_SLOPE: f32 = 1.595_769;
 const GELU_CUBIC: f32 = 0.044_715;
 
 /// What is applied to the gate.
@@ -25,7 +25,13 @@ pub(crate) enum Activation {
 /// Writes y into `out`.
 pub(crate) fn forward(gate: &[f32], up: &[f32], activation: Activation, out: &mut [f32]) {
     match activation {
-        Activation::Silu => forward_with(gate, up, |x| x, out),
+        Activation::Silu => forward_with(
+            gate,
+            up,
+            #[inline(always)]
+            |x| x,
+            out,
+        ),
         Activation::GeluTanh => forward_with(gate, up, gelu_argument, out),
     }
 }
@@ -40,17 +46,35 @@ pub(crate) fn backward(
     grad_up: &mut [f32],
 ) {
     match activation {
-        Activation::Silu => backward_with(gate, up, grad, |x| (x, 1.0), grad_gate, grad_up),
-        Activation::GeluTanh => {
-            let slope = |x: f32| GELU_SLOPE * (1.0 + 3.0 * GELU_CUBIC * x * x);
-            backward_with(gate, up, grad, |x| (gelu_argument(x), slope(x)), grad_gate, grad_up);
-        }
+        Activation::Silu => backward_with(
+            gate,
+            up,
+            grad,
+            #[inline(always)]
+            |x| (x, 1.0),
+            grad_gate,
+            grad_up,
+        ),
+        Activation::GeluTanh => backward_with(
+            gate,
+            up,
+            grad,
+            #[inline(always)]
+            |x| (gelu_argument(x), gelu_argument_slope(x)),
+            grad_gate,
+            grad_up,
+        ),
     }
 }
 
 #[inline(always)]
 fn gelu_argument(x: f32) -> f32 {
     GELU_SLOPE * x * (1.0 + GELU_CUBIC * x * x)
+}
+
+#[inline(always)]
+fn gelu_argument_slope(x: f32) -> f32 {
+    GELU_SLOPE * (1.0 + 3.0 * GELU_CUBIC * x * x)
 }
 
 /// `argument` is z.

@@ -172,6 +172,21 @@ fn a_fresh_model_depends_on_its_seed_only() {
 }
 
 #[test]
+fn a_tokenizer_may_have_added_tokens_the_model_does_not_know_but_no_others() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("config.json");
+    let config = fs::read_to_string(dir("gemma3").join("config.json")).unwrap();
+    let with_vocabulary = |size: usize| {
+        fs::write(&path, config.replace("\"vocab_size\": 128", &format!("\"vocab_size\": {size}"))).unwrap();
+        Engine::init(&path, &dir("gemma3"), 0, EngineConfig::default())
+    };
+    let engine = with_vocabulary(115).unwrap();
+    assert!(engine.tokenizer().vocab_size() > 115);
+    let error = with_vocabulary(100).unwrap_err().to_string();
+    assert!(error.contains("it has 113 tokens, but config.json gives the model a `vocab_size` of 100"), "{error}");
+}
+
+#[test]
 fn a_missing_optimiser_state_is_named() {
     let temp = tempfile::tempdir().unwrap();
     let error = engine("qwen3-tied").load_optimizer(temp.path()).unwrap_err().to_string();
