@@ -265,6 +265,62 @@ CONVERSATIONS = [
         variables={"builtin_tools": ["code", "search"], "python_tools": ["def f(x):", "  it's \"quoted\""]},
     ),
     dict(messages=[{"role": "user", "content": ""}], tools=[EDIT], add_generation_prompt=False),
+    # Several calls after one question, each with its own thinking, and a failure on the way.
+    dict(
+        messages=[
+            {"role": "system", "content": "Be careful."},
+            {"role": "user", "content": "Fix it."},
+            {"role": "assistant", "content": "<think>\nread first\n</think>\n\n", "tool_calls": [call("clock", {})]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "Traceback (most recent call last):\n  KeyError: 'x'\n"},
+            {"role": "assistant", "content": "<think>\nso again\n</think>\n\nOnce more.", "tool_calls": [call("edit", NESTED)]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
+            {"role": "assistant", "content": "<think>\n\n</think>\n\nFixed."},
+        ],
+        tools=[EDIT, CLOCK],
+        add_generation_prompt=False,
+    ),
+    # The same without thinking from now on, and another question.
+    dict(
+        messages=[
+            {"role": "user", "content": "Fix it."},
+            {"role": "assistant", "content": "", "reasoning_content": "look", "tool_calls": [call("clock", {"zone": "Ü\u200b"})]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+            {"role": "assistant", "content": "At noon.\n", "reasoning_content": "short"},
+            {"role": "user", "content": "  And now?  "},
+        ],
+        tools=[CLOCK],
+        variables={"enable_thinking": False},
+    ),
+    # Thinking that is asked for in so many words, tags within the text, and an end without a line break.
+    dict(
+        messages=[
+            {"role": "user", "content": "What does </think> mean?"},
+            {"role": "assistant", "content": "a</think>b</think>c"},
+            {"role": "user", "content": "And <think>?"},
+            {"role": "assistant", "content": "<think>d", "reasoning_content": ""},
+            {"role": "user", "content": "Go on."},
+        ],
+        variables={"enable_thinking": True},
+    ),
+    dict(messages=[{"role": "user", "content": "Nothing to use."}], tools=[]),
+    dict(
+        messages=[
+            {"role": "system", "content": "One."},
+            {"role": "system", "content": "Two.", "name": "second"},
+            {"role": "user", "content": "\n\n{% raw %}{{ 7 * 7 }}{% endraw %}\n", "name": "ada"},
+        ],
+    ),
+    dict(messages=[{"role": "user", "content": "日本語 🦀 e\u0301"}, {"role": "assistant", "content": "はい"}, {"role": "user", "content": "?"}]),
+    dict(
+        messages=[
+            {"role": "user", "content": "Search and run."},
+            {"role": "assistant", "content": None, "tool_calls": [call("search", {"query": "it's \"so\"", "exact": True, "tags": []})]},
+            {"role": "tool", "name": "search", "content": [{"type": "text", "text": "found"}, {"type": "text", "text": "nothing"}]},
+        ],
+        tools=[CALCULATOR, EDIT],
+        variables={"tools_in_user_message": True, "builtin_tools": ["search"], "xml_tools": [CLOCK]},
+    ),
+    dict(messages=[{"role": "system", "content": "Alone."}]),
 ]
 
 
