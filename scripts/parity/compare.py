@@ -1,23 +1,26 @@
 """Compares the engine with transformers on fresh random models.
 
-Logits, greedy answers, two optimiser steps of the clipped policy gradient, saved checkpoints, chat templates; and whether
-the committed fixtures still say what transformers says. Run through `python3 scripts/parity/run.py`.
+Logits, log-probs, greedy answers, gradients and two optimiser steps of the clipped policy gradient, saved checkpoints, chat
+templates; and whether the committed fixtures still say what transformers says. Run through `python3 scripts/parity/run.py`.
 """
 
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import models
+import reference
 
 TOLERANCE = 1e-4
-LOSS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tis_cap=2.0, entropy_coeff=0.01, temperature=0.8)
 # A large eps makes the step a smooth function of the gradient, so that rounding near 0 cannot flip its sign.
 OPTIM = dict(lr=0.01, betas=[0.9, 0.95], eps=0.01, weight_decay=0.1, grad_clip=0.5)
 UPDATES = 2
@@ -49,56 +52,14 @@ def relative_distance(ours, theirs):
     return distance((torch.tensor(ours) / theirs).tolist(), torch.ones_like(theirs))
 
 
-def training_rows(rng):
-    """Rows of uneven length with masks, both signs of advantage, and old log-probs far enough off to reach every clip."""
-    rows = []
-    for length in [17, 5, 40, 23, 11]:
-        mask = [i > 0 and rng.random() < 0.6 for i in range(length)]
-        mask[-1] = True
-        advantage = rng.choice([-1.0, 1.0]) * rng.uniform(0.5, 1.5)
-        rows.append(
-            dict(
-                ids=[rng.randrange(128) for _ in range(length)],
-                mask=mask,
-                weights=[rng.uniform(0.05, 0.15) if m else 0.0 for m in mask],
-                advantages=[advantage] * length,
-                old_log_probs=[0.0] * length,
-                rollout_log_probs=[0.0] * length,
-            )
-        )
-    return rows
-
-
-def with_old_log_probs(model, rows, rng):
-    for row in rows:
-        log_probs = token_log_probs(model, row["ids"])[0].tolist()
-        row["old_log_probs"] = [0.0] + [lp + rng.uniform(-0.6, 0.6) for lp in log_probs]
-        row["rollout_log_probs"] = [lp + rng.uniform(-1.0, 0.5) for lp in row["old_log_probs"]]
-    return rows
-
-
-def token_log_probs(model, ids):
-    """log-probs of ids[1:] and the entropy at each of their positions, at the loss's temperature."""
-    logits = model(torch.tensor([ids])).logits[0, :-1].float() / LOSS["temperature"]
-    every = logits.log_softmax(-1)
-    return every.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], -(every.exp() * every).sum(-1)
-
-
-def torch_loss(model, rows):
-    total = 0.0
-    for row in rows:
-        pick = torch.tensor(row["mask"][1:])
-        tensor = lambda key: torch.tensor(row[key][1:])[pick]
-        log_probs, entropy = token_log_probs(model, row["ids"])
-        ratio = (log_probs[pick] - tensor("old_log_probs")).clamp(-20, 20).exp()
-        advantage = tensor("advantages")
-        plain = -advantage * ratio
-        clipped = -advantage * ratio.clamp(1 - LOSS["clip_ratio_low"], 1 + LOSS["clip_ratio_high"])
-        bounded = torch.min(torch.max(plain, clipped), -advantage * LOSS["clip_ratio_c"])
-        loss = torch.where(advantage < 0, bounded, torch.max(plain, clipped))
-        tis = (tensor("old_log_probs") - tensor("rollout_log_probs")).exp().clamp(max=LOSS["tis_cap"])
-        total = total + (tensor("weights") * (loss * tis - LOSS["entropy_coeff"] * entropy[pick])).sum()
-    return total
+def gradient_distance(optimizer, gradients):
+    """The largest ‖Δ‖/‖g‖ of any parameter; of one whose gradient all but vanishes, relative to a thousandth of the whole."""
+    whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    # Betas of 0 make the first moment the gradient itself.
+    return max(
+        ((optimizer[f"exp_avg.{name}"] - gradient).norm() / gradient.norm().clamp(min=1e-3 * whole)).item()
+        for name, gradient in gradients.items()
+    )
 
 
 def torch_updates(model, rows):
@@ -108,7 +69,7 @@ def torch_updates(model, rows):
     losses, norms = [], []
     for _ in range(UPDATES):
         optimizer.zero_grad()
-        loss = torch_loss(model, rows)
+        loss = reference.policy_loss(model, rows)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM["grad_clip"]).item())
         losses.append(loss.item())
@@ -126,8 +87,10 @@ def compare_model(name, seed, folder, probe):
     tokenizer.save_pretrained(directory)
     ids = models.token_ids(seed, 60)
     prompt = models.token_ids(seed + 1, 9)
-    rows = with_old_log_probs(model, training_rows(rng), rng)
-    request = dict(ids=ids, prompt=prompt, new_tokens=40, rows=rows, loss=LOSS, optim=OPTIM, updates=UPDATES)
+    rows = reference.with_old_log_probs(model, reference.training_rows(rng), rng)
+    request = dict(
+        ids=ids, prompt=prompt, new_tokens=reference.GREEDY_TOKENS, rows=rows, loss=reference.LOSS, optim=OPTIM, updates=UPDATES
+    )
     (directory / "request.json").write_text(json.dumps(request))
     subprocess.run([probe, "model", directory], check=True)
     answer = json.loads((directory / "answer.json").read_text())
@@ -137,6 +100,12 @@ def compare_model(name, seed, folder, probe):
     scores = models.logits(model, prompt + answer["greedy"])[len(prompt) - 1 : -1]
     chosen = scores.gather(1, torch.tensor(answer["greedy"])[:, None])[:, 0]
     check("greedy answer", (scores.max(-1).values - chosen).max().item())
+    with torch.no_grad():
+        theirs = [reference.token_log_probs(model, row["ids"])[0] for row in rows]
+    check("log-probs of tokens", max(distance(a[1:], b) for a, b in zip(answer["log_probs"], theirs, strict=True)))
+    _, gradients = reference.loss_and_gradients(model, rows)
+    optimizer = load_file(directory / "gradient" / "optimizer.safetensors")
+    check("gradient of every parameter", gradient_distance(optimizer, gradients))
     losses, norms = torch_updates(model, rows)
     check("loss of each update", relative_distance(answer["losses"], losses), 1e-4)
     check("gradient norm of each update", relative_distance(answer["grad_norms"], norms), 1e-4)
@@ -157,7 +126,10 @@ def compare_model(name, seed, folder, probe):
 def compare_templates(folder, probe):
     print("chat templates")
     tokenizer = models.make_tokenizer()
-    cases = models.render_cases(tokenizer)
+    # The engine writes dates in UTC.
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    cases = models.render_cases(tokenizer, [*models.CONVERSATIONS, models.DATED])
     for name in models.TEMPLATES:
         directory = folder / f"template-{name}"
         models.make_model("qwen3-tied", 0).save_pretrained(directory)
@@ -168,15 +140,23 @@ def compare_templates(folder, probe):
         subprocess.run([probe, "templates", directory], check=True)
         rendered = json.loads((directory / "answer.json").read_text())
         for number, (ours, case) in enumerate(zip(rendered, chosen, strict=True)):
-            same(f"{name}, conversation {number}", ours, case["expected"])
+            if "refused" in case:
+                same(f"{name}, conversation {number}, refused", case["refused"] in ours.get("refused", "\0"), True)
+            else:
+                same(f"{name}, conversation {number}", ours.get("prompt", ours), case["expected"])
 
 
 def compare_fixtures(fixtures):
     print("committed fixtures")
     for name in models.CONFIGS:
         model = AutoModelForCausalLM.from_pretrained(fixtures / name).eval()
-        expected = json.loads((fixtures / name / "expected_logits.json").read_text())
-        check(name, distance(expected["logits"], models.logits(model, expected["ids"])), 1e-5)
+        expected = json.loads((fixtures / name / "expected.json").read_text())
+        tensors = load_file(fixtures / name / "expected.safetensors")
+        check(f"{name}, logits", distance(tensors["logits"].tolist(), models.logits(model, expected["ids"])), 1e-5)
+        loss, gradients = reference.loss_and_gradients(model, expected["rows"])
+        check(f"{name}, loss", abs(loss - expected["loss"]), 1e-5)
+        recorded = {f"exp_avg.{key}": tensors[f"gradient.{key}"] for key in gradients}
+        check(f"{name}, gradients", gradient_distance(recorded, gradients), 1e-5)
     committed = json.loads((fixtures / "chat_templates.json").read_text())
     same("chat_templates.json", committed["cases"], models.render_cases(models.make_tokenizer()))
 

@@ -1,15 +1,42 @@
-"""Writes the fixtures of crates/agl-engine/tests: small random models, their logits, and rendered conversations.
+"""Writes the fixtures of crates/agl-engine/tests: small random models, what transformers computes with them, and rendered
+conversations.
 
 Run through `python3 scripts/parity/run.py fixtures`, which provides torch and transformers.
 """
 
+import random
 import sys
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+
 import models
+import reference
 
 SEED = 20
 LENGTH = 24
+
+
+def write_expected(directory, model):
+    ids = models.token_ids(SEED, LENGTH)
+    prompt = models.token_ids(SEED + 1, 9)
+    rng = random.Random(SEED)
+    rows = reference.with_old_log_probs(model, reference.training_rows(rng), rng)
+    loss, gradients = reference.loss_and_gradients(model, rows)
+    with torch.no_grad():
+        log_probs = [reference.token_log_probs(model, row["ids"])[0].tolist() for row in rows]
+    tokens, gaps = reference.greedy(model, prompt)
+    tensors = {f"gradient.{name}": gradient for name, gradient in gradients.items()}
+    save_file({"logits": models.logits(model, ids), **tensors}, directory / "expected.safetensors")
+    models.write_json(directory / "expected.json", dict(
+        ids=ids,
+        rows=rows,
+        loss_config=reference.LOSS,
+        loss=loss,
+        log_probs=[[round(value, 6) for value in row] for row in log_probs],
+        greedy=dict(prompt=prompt, ids=tokens, gaps=[round(gap, 6) for gap in gaps]),
+    ))
 
 
 def main(out):
@@ -19,9 +46,7 @@ def main(out):
         directory = out / name
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-        ids = models.token_ids(SEED, LENGTH)
-        rows = [[round(value, 6) for value in row] for row in models.logits(model, ids).tolist()]
-        models.write_json(directory / "expected_logits.json", dict(ids=ids, logits=rows))
+        write_expected(directory, model)
     models.write_json(out / "chat_templates.json", dict(
         templates={name: models.template(name) for name in models.TEMPLATES},
         cases=models.render_cases(tokenizer),

@@ -1,6 +1,7 @@
 //! The engine's side of `scripts/parity/compare.py`: reads `request.json` of a model directory, writes `answer.json`.
 //!
-//! `parity_probe model DIR`: logits, a greedy answer, some updates, saved checkpoints. `parity_probe templates DIR`: prompts.
+//! `parity_probe model DIR`: logits, log-probs, a greedy answer, a gradient, some updates, saved checkpoints.
+//! `parity_probe templates DIR`: prompts.
 
 use std::error::Error;
 use std::fs;
@@ -65,6 +66,14 @@ fn compute(engine: &Engine, dir: &Path, request: ModelRequest) -> Result<Value, 
     let runtime = tokio::runtime::Builder::new_current_thread().build()?;
     let greedy = runtime.block_on(engine.generate(GenerateRequest { prompt: request.prompt, sampling }))?;
     let rows: Vec<TrainRow> = request.rows.into_iter().map(train_row).collect();
+    let temperature = request.loss.temperature;
+    let ids: Vec<Vec<u32>> = rows.iter().map(|row| row.ids.clone()).collect();
+    let log_probs = engine.log_probs(&ids, temperature)?;
+    // An update that changes nothing, with moments that remember nothing but its gradient.
+    let observed = Engine::load(dir, EngineConfig { micro_batch_tokens: 64, ..EngineConfig::default() })?;
+    let standing = OptimConfig { lr: 0.0, betas: [0.0, 0.0], grad_clip: 0.0, ..OptimConfig::default() };
+    observed.update(&rows, &request.loss, &standing)?;
+    observed.save_optimizer(&dir.join("gradient"))?;
     let mut losses = Vec::new();
     let mut grad_norms = Vec::new();
     for _ in 0..request.updates {
@@ -78,6 +87,7 @@ fn compute(engine: &Engine, dir: &Path, request: ModelRequest) -> Result<Value, 
     Ok(json!({
         "logits": logits,
         "greedy": greedy.token_ids,
+        "log_probs": log_probs,
         "losses": losses,
         "grad_norms": grad_norms,
         "logits_after": engine.logits(&request.ids)?,
@@ -99,12 +109,16 @@ fn train_row(row: Row) -> TrainRow {
 fn render(engine: &Engine, conversations: &[Conversation]) -> Result<Value, Box<dyn Error>> {
     let mut prompts = Vec::new();
     for conversation in conversations {
-        prompts.push(engine.tokenizer().apply_chat_template_with(
+        let rendered = engine.tokenizer().apply_chat_template_with(
             &conversation.messages,
             conversation.tools.as_deref(),
             conversation.add_generation_prompt.unwrap_or(true),
             &conversation.variables,
-        )?);
+        );
+        prompts.push(match rendered {
+            Ok(prompt) => json!({"prompt": prompt}),
+            Err(error) => json!({"refused": error.to_string()}),
+        });
     }
     Ok(json!(prompts))
 }

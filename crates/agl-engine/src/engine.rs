@@ -172,12 +172,14 @@ impl Engine {
         config.check()?;
         let decoder = Decoder::new(files.model_config()?);
         let tokenizer = ChatTokenizer::new(&files, &decoder.config.eos_token_ids)?;
-        if tokenizer.vocab_size() > decoder.config.vocab_size {
+        // Added tokens may lie beyond what the model knows, as the image marker of Gemma's text models does; a prompt that
+        // contains one is refused.
+        if tokenizer.trained_vocab_size() > decoder.config.vocab_size {
             return Err(EngineError::Model {
                 path: dir.join("tokenizer.json"),
                 what: format!(
                     "it has {} tokens, but config.json gives the model a `vocab_size` of {}; they do not belong together",
-                    tokenizer.vocab_size(),
+                    tokenizer.trained_vocab_size(),
                     decoder.config.vocab_size
                 ),
             });

@@ -112,7 +112,7 @@ fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
 }
 
 /// Python's `repr` of a float: shortest digits, exponent below 1e-4 and from 1e16.
-fn float_repr(value: f64) -> String {
+pub(super) fn float_repr(value: f64) -> String {
     let scientific = format!("{value:e}");
     let Some((mantissa, exponent)) = scientific.split_once('e') else { return scientific };
     match exponent.parse::<i32>() {

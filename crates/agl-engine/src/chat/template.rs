@@ -7,6 +7,7 @@ use minijinja::{Environment, Error, ErrorKind, Output, State, context};
 use serde_json::{Map, Value};
 
 use super::python_json::{Style, dumps};
+use super::python_text;
 use crate::EngineError;
 
 const NAME: &str = "chat_template";
@@ -29,6 +30,11 @@ impl ChatTemplate {
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_formatter(format_as_python);
         environment.add_filter("tojson", to_json);
+        environment.add_filter("string", to_string);
+        environment.add_filter("trim", trim);
+        environment.add_test("iterable", is_iterable);
+        environment.add_test("sequence", is_sequence);
+        environment.add_function("strftime_now", strftime_now);
         environment.add_function("raise_exception", raise_exception);
         // The markers of assistant spans are a tag of transformers alone; they print nothing.
         let source = strip_generation_tags(source);
@@ -100,20 +106,60 @@ fn strip_generation_tags(source: &str) -> String {
     out
 }
 
-/// `None`, `True` and `False` print with Python's capitals.
+/// What is printed without a filter reads as in Python: `None`, `True`, lists and objects.
 fn format_as_python(out: &mut Output<'_>, state: &State<'_, '_>, value: &Jinja) -> Result<(), Error> {
-    let word = match value.kind() {
-        ValueKind::None => "None",
-        ValueKind::Bool if value.is_true() => "True",
-        ValueKind::Bool => "False",
-        _ => return minijinja::escape_formatter(out, state, value),
-    };
-    out.write_str(word).map_err(Error::from)
+    match value.kind() {
+        ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
+            out.write_str(&python_text::str(&as_json("printing", value)?)).map_err(Error::from)
+        }
+        _ => minijinja::escape_formatter(out, state, value),
+    }
+}
+
+fn as_json(what: &str, value: &Jinja) -> Result<Value, Error> {
+    serde_json::to_value(value)
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("{what} cannot write this value: {error}")))
+}
+
+/// Python's `str`.
+fn to_string(value: &Jinja) -> Result<String, Error> {
+    match value.kind() {
+        ValueKind::String | ValueKind::Undefined => Ok(value.to_string()),
+        _ => as_json("string", value).map(|json| python_text::str(&json)),
+    }
+}
+
+/// As in Python text is, and `None` is not.
+fn is_iterable(value: &Jinja) -> bool {
+    matches!(
+        value.kind(),
+        ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable | ValueKind::Undefined
+    )
+}
+
+/// What has a length and can be indexed.
+fn is_sequence(value: &Jinja) -> bool {
+    matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map)
+}
+
+/// Takes anything, as in Python: contents in parts become their text.
+fn trim(value: &Jinja, characters: Option<String>) -> Result<String, Error> {
+    let text = to_string(value)?;
+    Ok(match characters {
+        Some(characters) => text.trim_matches(|c| characters.contains(c)).to_owned(),
+        None => text.trim().to_owned(),
+    })
+}
+
+/// The date and time in the form that `strftime` of C describes. In UTC, so that all machines of a run render one prompt.
+fn strftime_now(form: String) -> Result<String, Error> {
+    jiff::fmt::strtime::format(&form, jiff::Timestamp::now()).map_err(|error| {
+        Error::new(ErrorKind::InvalidOperation, format!("strftime_now cannot write `{form}`: {error}"))
+    })
 }
 
 fn to_json(value: Jinja, options: Kwargs) -> Result<Jinja, Error> {
-    let json = serde_json::to_value(&value)
-        .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("tojson cannot write this value: {error}")))?;
+    let json = as_json("tojson", &value)?;
     let mut style = Style::new(options.get::<Option<usize>>("indent")?);
     if let Some(sort_keys) = options.get("sort_keys")? {
         style.sort_keys = sort_keys;
@@ -166,6 +212,16 @@ mod tests {
             json!([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{\"x\":1}"}}]}]);
         let source = "{% set c = messages[0].tool_calls[0].function %}{% if c.arguments is string %}{{ c.arguments }}{% endif %}";
         assert_eq!(render(source, &messages).unwrap(), r#"{"x":1}"#);
+    }
+
+    #[test]
+    fn a_template_may_print_the_date() {
+        let now = || jiff::Timestamp::now().strftime("%d %B %Y").to_string();
+        let before = now();
+        let printed = render("{{ strftime_now('%d %B %Y') }}", &json!([])).unwrap();
+        assert!(printed == before || printed == now(), "{printed}");
+        let error = render("{{ strftime_now('%') }}", &json!([])).unwrap_err();
+        assert!(error.to_string().contains("strftime_now cannot write `%`"), "{error}");
     }
 
     #[test]

@@ -126,6 +126,11 @@ impl ChatTokenizer {
     pub fn vocab_size(&self) -> usize {
         self.tokenizer.get_vocab_size(true)
     }
+
+    /// The same without added tokens.
+    pub(crate) fn trained_vocab_size(&self) -> usize {
+        self.tokenizer.get_vocab_size(false)
+    }
 }
 
 /// `chat_template.jinja` before the key `chat_template`, which is a text or a list of named ones.

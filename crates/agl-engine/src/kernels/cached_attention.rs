@@ -5,7 +5,7 @@
 
 use rayon::prelude::*;
 
-use super::simd;
+use super::{Attention, simd};
 
 /// Sizes of a cache.
 #[derive(Clone, Copy, Debug)]
@@ -39,40 +39,43 @@ pub(crate) struct CachedSequence {
     pub len: usize,
 }
 
-/// For each row of `q` (query heads × head_dim): softmax(q·Kᵀ/√d)·V over the first `len` positions of the row's slot.
+/// For each row of `q` (query heads × head_dim): softmax(scale·q·Kᵀ)·V over the first `len` positions of the row's slot, or
+/// the last of them that fit into the window.
 pub(crate) fn attend(
     q: &[f32],
     keys: &[f32],
     values: &[f32],
     shape: CacheShape,
     sequences: &[CachedSequence],
+    attention: Attention,
     out: &mut [f32],
 ) {
     let d = shape.head_dim;
     let row_len = q.len() / sequences.len().max(1);
     let heads = row_len / d;
     let group = heads / shape.kv_heads;
-    let scale = 1.0 / (d as f32).sqrt();
+    let first = |sequence: &CachedSequence| attention.first_seen(sequence.len.saturating_sub(1));
     let attend_row = |out: &mut [f32], q: &[f32], sequence: &CachedSequence, scores: &mut Vec<f32>| {
-        scores.resize(sequence.len, 0.0);
+        let first = first(sequence);
+        scores.resize(sequence.len - first, 0.0);
         simd::vectorised(
             #[inline(always)]
             || {
                 for head in 0..heads {
                     let start = sequence.slot * shape.slot_len() + (head / group) * shape.head_len();
                     let keys = &keys[start..start + shape.head_len()];
-                    let values = &values[start..start + sequence.len * d];
+                    let values = &values[start + first * d..start + sequence.len * d];
                     let out = &mut out[head * d..(head + 1) * d];
-                    products(&q[head * d..(head + 1) * d], keys, shape.capacity, scores);
+                    products(&q[head * d..(head + 1) * d], keys, shape.capacity, first, scores);
                     let peak = simd::max(scores);
-                    let sum = simd::exp_in_place(scores, peak, scale);
+                    let sum = simd::exp_in_place(scores, peak, attention.scale);
                     weighted_sum(scores, values, 1.0 / sum, out);
                 }
             },
         );
     };
     // A step over a few short sequences is done before a second thread would have woken up.
-    let work: usize = sequences.iter().map(|s| s.len * row_len).sum();
+    let work: usize = sequences.iter().map(|s| (s.len - first(s)) * row_len).sum();
     if work < 262_144 {
         let mut scores = Vec::new();
         for ((out, q), sequence) in out.chunks_exact_mut(row_len).zip(q.chunks_exact(row_len)).zip(sequences) {
@@ -86,14 +89,14 @@ pub(crate) fn attend(
     }
 }
 
-/// scores[j] = Σᵢ q[i]·keys[i][j], keys in rows of `capacity`; four rows per pass over the scores.
+/// scores[j] = Σᵢ q[i]·keys[i][first + j], keys in rows of `capacity`; four rows per pass over the scores.
 #[inline(always)]
-fn products(q: &[f32], keys: &[f32], capacity: usize, scores: &mut [f32]) {
+fn products(q: &[f32], keys: &[f32], capacity: usize, first: usize, scores: &mut [f32]) {
     let len = scores.len();
     scores.fill(0.0);
     let (q4, q_rest) = q.as_chunks::<4>();
     for (rows, q) in keys.chunks_exact(4 * capacity).zip(q4) {
-        let row = |i: usize| &rows[i * capacity..i * capacity + len];
+        let row = |i: usize| &rows[i * capacity + first..i * capacity + first + len];
         let (a, b, c, d) = (row(0), row(1), row(2), row(3));
         for j in 0..len {
             scores[j] += (q[0] * a[j] + q[1] * b[j]) + (q[2] * c[j] + q[3] * d[j]);
@@ -101,7 +104,7 @@ fn products(q: &[f32], keys: &[f32], capacity: usize, scores: &mut [f32]) {
     }
     let done = 4 * q4.len();
     for (row, q) in keys[done * capacity..].chunks_exact(capacity).zip(q_rest) {
-        for (score, k) in scores.iter_mut().zip(row) {
+        for (score, k) in scores.iter_mut().zip(&row[first..]) {
             *score += q * k;
         }
     }
@@ -177,7 +180,9 @@ mod tests {
     /// Compares with the formula written out, for head sizes on and off the width of a block.
     #[test]
     fn attention_over_the_cache_is_softmax_of_products_times_values() {
-        for d in [2, 6, 32, 38, 64] {
+        for (d, window) in [(2, None), (6, Some(3)), (32, None), (38, Some(5)), (64, None), (64, Some(2)), (6, Some(9))]
+        {
+            let attention = Attention { scale: 0.3, window };
             let shape = CacheShape { kv_heads: 2, capacity: 9, head_dim: d };
             let number = |seed: usize| ((seed * 7919 + 13) % 101) as f32 / 50.0 - 1.0;
             let row = |seed: usize| (0..2 * d).map(|i| number(seed * 1000 + i)).collect::<Vec<f32>>();
@@ -198,20 +203,24 @@ mod tests {
             }
             let q: Vec<f32> = (0..2 * 4 * d).map(|i| number(i + 77)).collect();
             let mut out = vec![0.0; q.len()];
-            attend(&q, &keys, &values, shape, &sequences, &mut out);
+            attend(&q, &keys, &values, shape, &sequences, attention, &mut out);
             for (at, found) in out.iter().enumerate() {
                 let (s, head, i) = (at / (4 * d), at / d % 4, at % d);
                 let kv = head / 2 * d;
                 let q = &q[s * 4 * d + head * d..][..d];
                 let score = |k: &Vec<f32>| {
                     let product: f64 = (0..d).map(|i| f64::from(q[i] * k[kv + i])).sum();
-                    (product / (d as f64).sqrt()).exp()
+                    (product * f64::from(attention.scale)).exp()
                 };
-                let weights: Vec<f64> = all_keys[s].iter().map(score).collect();
+                let hidden = window.map_or(0, |window| all_keys[s].len().saturating_sub(window));
+                let weights: Vec<f64> = all_keys[s].iter().skip(hidden).map(score).collect();
                 let total: f64 = weights.iter().sum();
-                let expected: f64 =
-                    weights.iter().zip(&all_values[s]).map(|(w, v)| w / total * f64::from(v[kv + i])).sum();
-                assert!((f64::from(*found) - expected).abs() < 1e-5, "d {d}: {found} instead of {expected}");
+                let seen = weights.iter().zip(&all_values[s][hidden..]);
+                let expected: f64 = seen.map(|(w, v)| w / total * f64::from(v[kv + i])).sum();
+                assert!(
+                    (f64::from(*found) - expected).abs() < 1e-5,
+                    "d {d}, window {window:?}: {found} instead of {expected}"
+                );
             }
         }
     }

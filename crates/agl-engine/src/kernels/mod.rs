@@ -8,12 +8,28 @@
 //! same on every machine.
 
 pub(crate) mod cached_attention;
+pub(crate) mod gated;
 pub(crate) mod log_prob;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 mod simd;
 pub(crate) mod softmax;
-pub(crate) mod swiglu;
+
+/// How a query looks at the positions before it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Attention {
+    /// Products of queries and keys are multiplied by this.
+    pub scale: f32,
+    /// Positions seen at most, the query's own included; all of them if absent.
+    pub window: Option<usize>,
+}
+
+impl Attention {
+    /// The earliest position that a query at `position` sees.
+    fn first_seen(self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+}
 
 /// Rows per parallel block such that a block holds about 16 Ki elements: below that, handing work out costs more than doing it.
 fn rows_per_block(row_len: usize) -> usize {

@@ -108,7 +108,7 @@ impl KvCache {
         decoder.hidden_states(weights, &ids, &positions, |layer, p| {
             self.write(layer, &p, &spans);
             let (keys, values) = self.layer(layer);
-            cached_attention(p.query, keys, values, sequences.clone())
+            cached_attention(p.query, keys, values, sequences.clone(), decoder.attention(layer))
         })
     }
 

@@ -9,5 +9,7 @@
 pub(crate) mod cache;
 pub(crate) mod config;
 pub(crate) mod forward;
+mod keys;
+mod layers;
 pub(crate) mod rope;
 pub(crate) mod weights;

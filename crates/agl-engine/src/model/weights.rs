@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::config::{Family, ModelConfig};
+use super::config::ModelConfig;
 
 /// How a fresh parameter is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,10 +48,18 @@ pub(crate) struct LayerSlots {
     pub key_norm: Option<usize>,
     pub output: usize,
     pub output_bias: Option<usize>,
-    pub post_norm: usize,
+    /// On the output of attention, before it is added.
+    pub attention_out_norm: Option<usize>,
+    /// On the input of the feed-forward block.
+    pub mlp_norm: usize,
+    /// On the output of the feed-forward block, before it is added.
+    pub mlp_out_norm: Option<usize>,
     pub gate: usize,
     pub up: usize,
     pub down: usize,
+    pub gate_bias: Option<usize>,
+    pub up_bias: Option<usize>,
+    pub down_bias: Option<usize>,
 }
 
 /// Which parameters a model has and where each stands in the list.
@@ -74,6 +82,9 @@ impl Layout {
         };
         let (hidden, d) = (config.hidden_size, config.head_dim);
         let (query, kv) = (config.heads * d, config.kv_heads * d);
+        let inner = config.intermediate_size;
+        let (family, unit) =
+            (config.family, if config.family.norm_offset().is_some() { Init::Zeros } else { Init::Ones });
         let embedding = add("model.embed_tokens.weight".to_owned(), &[config.vocab_size, hidden], Init::Normal);
         let layers = (0..config.layers)
             .map(|layer| {
@@ -84,10 +95,20 @@ impl Layout {
                 let key_bias = bias("self_attn.k_proj.bias", kv, config.qkv_bias);
                 let value_bias = bias("self_attn.v_proj.bias", kv, config.qkv_bias);
                 let output_bias = bias("self_attn.o_proj.bias", hidden, config.output_bias);
-                let mut norm = |part: &str, len: usize| add(at(part), &[len], Init::Ones);
+                let gate_bias = bias("mlp.gate_proj.bias", inner, config.mlp_bias);
+                let up_bias = bias("mlp.up_proj.bias", inner, config.mlp_bias);
+                let down_bias = bias("mlp.down_proj.bias", hidden, config.mlp_bias);
+                let mut norm = |part: &str, len: usize| add(at(part), &[len], unit);
                 let input_norm = norm("input_layernorm.weight", hidden);
-                let post_norm = norm("post_attention_layernorm.weight", hidden);
-                let per_head = config.family == Family::Qwen3;
+                let after_attention = norm("post_attention_layernorm.weight", hidden);
+                // What comes after attention stands before the feed-forward block too, unless each has its own.
+                let (attention_out_norm, mlp_norm, mlp_out_norm) = if family.normalises_outputs() {
+                    let before = norm("pre_feedforward_layernorm.weight", hidden);
+                    (Some(after_attention), before, Some(norm("post_feedforward_layernorm.weight", hidden)))
+                } else {
+                    (None, after_attention, None)
+                };
+                let per_head = family.normalises_heads();
                 let query_norm = per_head.then(|| norm("self_attn.q_norm.weight", d));
                 let key_norm = per_head.then(|| norm("self_attn.k_norm.weight", d));
                 let mut matrix = |part: &str, out: usize, input: usize| add(at(part), &[out, input], Init::Normal);
@@ -103,14 +124,19 @@ impl Layout {
                     key_norm,
                     output: matrix("self_attn.o_proj.weight", hidden, query),
                     output_bias,
-                    post_norm,
-                    gate: matrix("mlp.gate_proj.weight", config.intermediate_size, hidden),
-                    up: matrix("mlp.up_proj.weight", config.intermediate_size, hidden),
-                    down: matrix("mlp.down_proj.weight", hidden, config.intermediate_size),
+                    attention_out_norm,
+                    mlp_norm,
+                    mlp_out_norm,
+                    gate: matrix("mlp.gate_proj.weight", inner, hidden),
+                    up: matrix("mlp.up_proj.weight", inner, hidden),
+                    down: matrix("mlp.down_proj.weight", hidden, inner),
+                    gate_bias,
+                    up_bias,
+                    down_bias,
                 }
             })
             .collect();
-        let final_norm = add("model.norm.weight".to_owned(), &[hidden], Init::Ones);
+        let final_norm = add("model.norm.weight".to_owned(), &[hidden], unit);
         let lm_head = if config.tied_embeddings {
             embedding
         } else {
@@ -128,7 +154,8 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
-    /// Fresh parameters: normal with the model's `initializer_range`, norms 1, biases 0.
+    /// Fresh parameters: normal with the model's `initializer_range`, norms such that they
+    /// leave the scale alone, biases 0.
     pub(crate) fn random(config: &ModelConfig, layout: Arc<Layout>, seed: u64, device: &Device) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let tensors = layout

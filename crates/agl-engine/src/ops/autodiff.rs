@@ -7,6 +7,8 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 
 use super::training::{TrainingDerivatives, TrainingOps};
+use crate::kernels::Attention;
+use crate::kernels::gated::Activation;
 
 #[derive(Debug)]
 struct RmsNorm;
@@ -46,16 +48,16 @@ impl<B: TrainingDerivatives> Backward<B, 1> for Rotate {
 }
 
 #[derive(Debug)]
-struct SwiGlu;
+struct Gated;
 
-impl<B: TrainingDerivatives> Backward<B, 2> for SwiGlu {
-    type State = (FloatTensor<B>, FloatTensor<B>);
+impl<B: TrainingDerivatives> Backward<B, 2> for Gated {
+    type State = (FloatTensor<B>, FloatTensor<B>, Activation);
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let [gate_node, up_node] = ops.parents;
         let grad = grads.consume::<B>(&ops.node);
-        let (gate, up) = ops.state;
-        let (grad_gate, grad_up) = B::swiglu_backward(gate, up, grad);
+        let (gate, up, activation) = ops.state;
+        let (grad_gate, grad_up) = B::gated_backward(gate, up, grad, activation);
         if let Some(node) = gate_node {
             grads.register::<B>(node.id, grad_gate);
         }
@@ -69,14 +71,14 @@ impl<B: TrainingDerivatives> Backward<B, 2> for SwiGlu {
 struct CausalSoftmax;
 
 impl<B: TrainingDerivatives> Backward<B, 1> for CausalSoftmax {
-    type State = (FloatTensor<B>, f32);
+    type State = (FloatTensor<B>, Attention);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let [scores_node] = ops.parents;
         let grad = grads.consume::<B>(&ops.node);
-        let (probs, scale) = ops.state;
+        let (probs, attention) = ops.state;
         if let Some(node) = scores_node {
-            grads.register::<B>(node.id, B::causal_softmax_backward(probs, grad, scale));
+            grads.register::<B>(node.id, B::causal_softmax_backward(probs, grad, attention));
         }
     }
 }
@@ -110,25 +112,25 @@ impl<B: TrainingDerivatives, C: CheckpointStrategy> TrainingOps for Autodiff<B, 
         }
     }
 
-    fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn gated(gate: FloatTensor<Self>, up: FloatTensor<Self>, activation: Activation) -> FloatTensor<Self> {
         let ((gate, gate_node), (up, up_node)) = (gate.into_parts(), up.into_parts());
-        match SwiGlu.prepare::<C>([gate_node, up_node]).compute_bound().stateful() {
+        match Gated.prepare::<C>([gate_node, up_node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                let out = B::swiglu(gate.clone(), up.clone());
-                prep.finish((gate, up), out)
+                let out = B::gated(gate.clone(), up.clone(), activation);
+                prep.finish((gate, up, activation), out)
             }
-            OpsKind::UnTracked(prep) => prep.finish(B::swiglu(gate, up)),
+            OpsKind::UnTracked(prep) => prep.finish(B::gated(gate, up, activation)),
         }
     }
 
-    fn causal_softmax(scores: FloatTensor<Self>, scale: f32) -> FloatTensor<Self> {
+    fn causal_softmax(scores: FloatTensor<Self>, attention: Attention) -> FloatTensor<Self> {
         let (scores, scores_node) = scores.into_parts();
         match CausalSoftmax.prepare::<C>([scores_node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                let probs = B::causal_softmax(scores, scale);
-                prep.finish((probs.clone(), scale), probs)
+                let probs = B::causal_softmax(scores, attention);
+                prep.finish((probs.clone(), attention), probs)
             }
-            OpsKind::UnTracked(prep) => prep.finish(B::causal_softmax(scores, scale)),
+            OpsKind::UnTracked(prep) => prep.finish(B::causal_softmax(scores, attention)),
         }
     }
 }

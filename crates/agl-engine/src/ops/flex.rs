@@ -7,8 +7,9 @@ use burn_flex::FlexTensor;
 use super::inference::{CacheSpan, InferenceOps};
 use super::training::{TrainingDerivatives, TrainingOps};
 use crate::kernels::cached_attention::{self, CacheKind, CacheShape, CachedSequence};
+use crate::kernels::gated::{self, Activation};
 use crate::kernels::log_prob::{self, TokenGradient, TokenStats};
-use crate::kernels::{rms_norm, rope, softmax, swiglu};
+use crate::kernels::{Attention, rms_norm, rope, softmax};
 
 /// The same values in row-major order, owning them alone if the argument did.
 fn contiguous(tensor: FlexTensor) -> FlexTensor {
@@ -44,15 +45,15 @@ impl TrainingOps for Flex {
         })
     }
 
-    fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn gated(gate: FloatTensor<Self>, up: FloatTensor<Self>, activation: Activation) -> FloatTensor<Self> {
         let (gate, up) = (contiguous(gate), contiguous(up));
-        filled(gate.shape(), |out| swiglu::forward(gate.storage(), up.storage(), out))
+        filled(gate.shape(), |out| gated::forward(gate.storage(), up.storage(), activation, out))
     }
 
-    fn causal_softmax(scores: FloatTensor<Self>, scale: f32) -> FloatTensor<Self> {
+    fn causal_softmax(scores: FloatTensor<Self>, attention: Attention) -> FloatTensor<Self> {
         let mut scores = contiguous(scores);
         let len = last_dim(&scores.shape());
-        softmax::causal(scores.storage_mut(), len, scale);
+        softmax::causal(scores.storage_mut(), len, attention);
         scores
     }
 }
@@ -72,23 +73,28 @@ impl TrainingDerivatives for Flex {
         (grad_x, FlexTensor::from_data(TensorData::new(grad_weight, weight.shape())))
     }
 
-    fn swiglu_backward(
+    fn gated_backward(
         gate: FloatTensor<Self>,
         up: FloatTensor<Self>,
         grad: FloatTensor<Self>,
+        activation: Activation,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (gate, up, grad) = (contiguous(gate), contiguous(up), contiguous(grad));
         let mut grad_up = vec![0.0f32; up.shape().num_elements()];
         let grad_gate = filled(gate.shape(), |grad_gate| {
-            swiglu::backward(gate.storage(), up.storage(), grad.storage(), grad_gate, &mut grad_up);
+            gated::backward(gate.storage(), up.storage(), grad.storage(), activation, grad_gate, &mut grad_up);
         });
         (grad_gate, FlexTensor::from_data(TensorData::new(grad_up, up.shape())))
     }
 
-    fn causal_softmax_backward(probs: FloatTensor<Self>, grad: FloatTensor<Self>, scale: f32) -> FloatTensor<Self> {
+    fn causal_softmax_backward(
+        probs: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        attention: Attention,
+    ) -> FloatTensor<Self> {
         let (probs, mut grad) = (contiguous(probs), contiguous(grad));
         let len = last_dim(&probs.shape());
-        softmax::causal_backward(probs.storage(), len, scale, grad.storage_mut());
+        softmax::causal_backward(probs.storage(), len, attention, grad.storage_mut());
         grad
     }
 }
@@ -127,11 +133,12 @@ impl InferenceOps for Flex {
         keys: FloatTensor<Self>,
         values: FloatTensor<Self>,
         sequences: Vec<CachedSequence>,
+        attention: Attention,
     ) -> FloatTensor<Self> {
         let (q, keys, values) = (contiguous(q), contiguous(keys), contiguous(values));
         let shape = cache_shape(&keys, CacheKind::Keys);
         filled(q.shape(), |out| {
-            cached_attention::attend(q.storage(), keys.storage(), values.storage(), shape, &sequences, out);
+            cached_attention::attend(q.storage(), keys.storage(), values.storage(), shape, &sequences, attention, out);
         })
     }
 

@@ -3,6 +3,7 @@
 use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 
+use crate::kernels::Attention;
 use crate::kernels::cached_attention::{CacheKind, CachedSequence};
 use crate::kernels::log_prob::{TokenGradient, TokenStats};
 
@@ -22,6 +23,7 @@ pub(crate) trait InferenceOps: Backend {
         keys: FloatTensor<Self>,
         values: FloatTensor<Self>,
         sequences: Vec<CachedSequence>,
+        attention: Attention,
     ) -> FloatTensor<Self>;
     /// See [`token_stats`]; rows of (log-prob, log Σ e^z, entropy).
     fn token_stats(logits: FloatTensor<Self>, targets: Vec<u32>, inverse_temperature: f32) -> FloatTensor<Self>;
@@ -55,18 +57,20 @@ pub(crate) fn write_cache(cache: Tensor<4>, new: Tensor<2>, kind: CacheKind, spa
     Tensor::from_dispatch(Dispatch::write_cache(cache.into_dispatch(), new.into_dispatch(), kind, spans))
 }
 
-/// Attention of one query row [heads · d] per sequence over its cached positions.
+/// Attention of one query row [heads · d] per sequence over its cached positions, the last of which is the row's own.
 pub(crate) fn cached_attention(
     q: Tensor<2>,
     keys: Tensor<4>,
     values: Tensor<4>,
     sequences: Vec<CachedSequence>,
+    attention: Attention,
 ) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::cached_attention(
         q.into_dispatch(),
         keys.into_dispatch(),
         values.into_dispatch(),
         sequences,
+        attention,
     ))
 }
 

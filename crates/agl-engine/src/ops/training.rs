@@ -3,6 +3,9 @@
 use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 
+use crate::kernels::Attention;
+use crate::kernels::gated::Activation;
+
 /// Forward passes, dispatched on the backend and on whether a graph is recorded.
 #[backend_extension(Flex, Autodiff)]
 pub(crate) trait TrainingOps: Backend {
@@ -15,10 +18,10 @@ pub(crate) trait TrainingOps: Backend {
         sin: FloatTensor<Self>,
         direction: f32,
     ) -> FloatTensor<Self>;
-    /// See [`swiglu`].
-    fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// See [`gated`].
+    fn gated(gate: FloatTensor<Self>, up: FloatTensor<Self>, activation: Activation) -> FloatTensor<Self>;
     /// See [`causal_softmax`].
-    fn causal_softmax(scores: FloatTensor<Self>, scale: f32) -> FloatTensor<Self>;
+    fn causal_softmax(scores: FloatTensor<Self>, attention: Attention) -> FloatTensor<Self>;
 }
 
 /// The derivatives of [`TrainingOps`], which a backend provides to be trained on.
@@ -31,13 +34,18 @@ pub(crate) trait TrainingDerivatives: TrainingOps {
         eps: f32,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
     /// (∂L/∂gate, ∂L/∂up).
-    fn swiglu_backward(
+    fn gated_backward(
         gate: FloatTensor<Self>,
         up: FloatTensor<Self>,
         grad: FloatTensor<Self>,
+        activation: Activation,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
     /// ∂L/∂scores from the probabilities.
-    fn causal_softmax_backward(probs: FloatTensor<Self>, grad: FloatTensor<Self>, scale: f32) -> FloatTensor<Self>;
+    fn causal_softmax_backward(
+        probs: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        attention: Attention,
+    ) -> FloatTensor<Self>;
 }
 
 /// w · x / √(mean(x²) + ε) over the last dimension of `x` [rows, n]; `weight` is [1, n].
@@ -50,12 +58,13 @@ pub(crate) fn rotate(x: Tensor<2>, cos: Tensor<2>, sin: Tensor<2>) -> Tensor<2> 
     Tensor::from_dispatch(Dispatch::rotate(x.into_dispatch(), cos.into_dispatch(), sin.into_dispatch(), 1.0))
 }
 
-/// silu(gate) · up, element by element.
-pub(crate) fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::swiglu(gate.into_dispatch(), up.into_dispatch()))
+/// act(gate) · up, element by element.
+pub(crate) fn gated(gate: Tensor<2>, up: Tensor<2>, activation: Activation) -> Tensor<2> {
+    Tensor::from_dispatch(Dispatch::gated(gate.into_dispatch(), up.into_dispatch(), activation))
 }
 
-/// softmax(scores · scale) over the last dimension of [blocks, stacked queries, len], query r seeing keys 0 ..= r mod len.
-pub(crate) fn causal_softmax(scores: Tensor<4>, scale: f32) -> Tensor<4> {
-    Tensor::from_dispatch(Dispatch::causal_softmax(scores.into_dispatch(), scale))
+/// softmax(scores · scale) over the last dimension of [blocks, stacked queries, len], query r seeing keys 0 ..= r mod len or
+/// as many of the last of them as the window holds.
+pub(crate) fn causal_softmax(scores: Tensor<4>, attention: Attention) -> Tensor<4> {
+    Tensor::from_dispatch(Dispatch::causal_softmax(scores.into_dispatch(), attention))
 }

@@ -99,3 +99,28 @@ fn gradients_of_qwen2_with_its_biases_are_the_slopes_of_the_loss() {
 fn gradients_of_llama_are_the_slopes_of_the_loss() {
     assert_gradient_is_the_slope("llama");
 }
+
+#[test]
+fn gradients_of_llama_with_biases_everywhere_are_the_slopes_of_the_loss() {
+    assert_gradient_is_the_slope("llama-biases");
+}
+
+#[test]
+fn gradients_of_qwen3_with_a_sliding_window_are_the_slopes_of_the_loss() {
+    assert_gradient_is_the_slope("qwen3-window");
+}
+
+#[test]
+fn gradients_of_qwen2_stretched_by_yarn_are_the_slopes_of_the_loss() {
+    assert_gradient_is_the_slope("qwen2-yarn");
+}
+
+#[test]
+fn gradients_of_smollm3_with_a_layer_without_positions_are_the_slopes_of_the_loss() {
+    assert_gradient_is_the_slope("smollm3");
+}
+
+#[test]
+fn gradients_of_gemma3_with_local_and_global_layers_are_the_slopes_of_the_loss() {
+    assert_gradient_is_the_slope("gemma3");
+}

@@ -145,7 +145,9 @@ fn an_unknown_architecture_and_a_missing_key_are_named() {
     let path = model.path().join("config.json");
     let config = fs::read_to_string(&path).unwrap();
     fs::write(&path, config.replace("Qwen3ForCausalLM", "MambaForCausalLM")).unwrap();
-    assert!(load_error(model.path()).contains("architecture `MambaForCausalLM` is not supported"));
+    let error = load_error(model.path());
+    assert!(error.starts_with(&format!("{}: `architectures` says `MambaForCausalLM`", path.display())), "{error}");
+    assert!(error.contains("supported are Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM,"), "{error}");
     fs::write(&path, config.replace("\"vocab_size\"", "\"vocabulary\"")).unwrap();
     assert!(load_error(model.path()).contains("the key `vocab_size` is missing"));
 }
@@ -167,6 +169,21 @@ fn a_fresh_model_depends_on_its_seed_only() {
     };
     assert_eq!(fresh(1).logits(&[1, 2]).unwrap(), fresh(1).logits(&[1, 2]).unwrap());
     assert_ne!(fresh(1).logits(&[1, 2]).unwrap(), fresh(2).logits(&[1, 2]).unwrap());
+}
+
+#[test]
+fn a_tokenizer_may_have_added_tokens_the_model_does_not_know_but_no_others() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("config.json");
+    let config = fs::read_to_string(dir("gemma3").join("config.json")).unwrap();
+    let with_vocabulary = |size: usize| {
+        fs::write(&path, config.replace("\"vocab_size\": 128", &format!("\"vocab_size\": {size}"))).unwrap();
+        Engine::init(&path, &dir("gemma3"), 0, EngineConfig::default())
+    };
+    let engine = with_vocabulary(115).unwrap();
+    assert!(engine.tokenizer().vocab_size() > 115);
+    let error = with_vocabulary(100).unwrap_err().to_string();
+    assert!(error.contains("it has 113 tokens, but config.json gives the model a `vocab_size` of 100"), "{error}");
 }
 
 #[test]
