@@ -1,6 +1,6 @@
 """Compares the engine with transformers on fresh random models.
 
-Logits, greedy answers, two optimiser steps of the clipped policy gradient, saved checkpoints, chat templates; and whether
+Logits, greedy answers, two optimiser steps of each policy loss with its other terms, saved checkpoints, chat templates; and whether
 the committed fixtures still say what transformers and verl say. Run through `python3 scripts/parity/run.py`.
 """
 
@@ -20,7 +20,11 @@ import published
 from make_fixtures import SEED
 
 TOLERANCE = 1e-4
-LOSS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, entropy_coeff=0.01, temperature=0.8)
+LOSS = dict(
+    clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, entropy_coeff=0.01, temperature=0.8,
+    kl_loss_coef=0.05, kl_loss_type="low_var_kl",
+)
+LOSS_MODES = ["vanilla", "gspo", "cispo"]
 # A large eps makes the step a smooth function of the gradient, so that rounding near 0 cannot flip its sign.
 OPTIM = dict(lr=0.01, betas=[0.9, 0.95], eps=0.01, weight_decay=0.1, grad_clip=0.5)
 UPDATES = 2
@@ -67,6 +71,7 @@ def training_rows(rng):
                 advantages=[advantage] * length,
                 old_log_probs=[0.0] * length,
                 importance_weights=[1.0] * length,
+                ref_log_probs=[0.0] * length,
             )
         )
     return rows
@@ -76,6 +81,7 @@ def with_old_log_probs(model, rows, rng):
     for row in rows:
         log_probs = token_log_probs(model, row["ids"])[0].tolist()
         row["old_log_probs"] = [0.0] + [lp + rng.uniform(-0.6, 0.6) for lp in log_probs]
+        row["ref_log_probs"] = [0.0] + [lp + rng.uniform(-0.6, 0.6) for lp in log_probs]
         row["importance_weights"] = [rng.uniform(0.4, 2.0) for _ in row["ids"]]
     return rows
 
@@ -87,31 +93,43 @@ def token_log_probs(model, ids):
     return every.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
-def torch_loss(model, rows):
+def policy_loss(log_probs, old, advantage, mode):
+    low, high = 1 - LOSS["clip_ratio_low"], 1 + LOSS["clip_ratio_high"]
+    ratio = (log_probs - old).clamp(-20, 20).exp()
+    if mode == "cispo":
+        return -ratio.clamp(low, high).detach() * advantage * log_probs
+    if mode == "gspo":
+        ratio = ((log_probs - old).mean().detach() + log_probs - log_probs.detach()).exp()
+    plain = -advantage * ratio
+    clipped = torch.max(plain, -advantage * ratio.clamp(low, high))
+    if mode == "gspo":
+        return clipped
+    return torch.where(advantage < 0, torch.min(clipped, -advantage * LOSS["clip_ratio_c"]), clipped)
+
+
+def torch_loss(model, rows, mode):
     total = 0.0
     for row in rows:
         pick = torch.tensor(row["mask"][1:])
         tensor = lambda key: torch.tensor(row[key][1:])[pick]
         log_probs, entropy = token_log_probs(model, row["ids"])
-        ratio = (log_probs[pick] - tensor("old_log_probs")).clamp(-20, 20).exp()
-        advantage = tensor("advantages")
-        plain = -advantage * ratio
-        clipped = -advantage * ratio.clamp(1 - LOSS["clip_ratio_low"], 1 + LOSS["clip_ratio_high"])
-        bounded = torch.min(torch.max(plain, clipped), -advantage * LOSS["clip_ratio_c"])
-        loss = torch.where(advantage < 0, bounded, torch.max(plain, clipped))
-        loss = loss * tensor("importance_weights")
+        log_probs = log_probs[pick]
+        loss = policy_loss(log_probs, tensor("old_log_probs"), tensor("advantages"), mode)
+        distance = tensor("ref_log_probs") - log_probs
+        kl = (distance.exp() - 1 - distance).clamp(max=10)
+        loss = loss * tensor("importance_weights") + LOSS["kl_loss_coef"] * kl
         total = total + (tensor("weights") * (loss - LOSS["entropy_coeff"] * entropy[pick])).sum()
     return total
 
 
-def torch_updates(model, rows):
+def torch_updates(model, rows, mode):
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=OPTIM["lr"], betas=OPTIM["betas"], eps=OPTIM["eps"], weight_decay=OPTIM["weight_decay"]
     )
     losses, norms = [], []
     for _ in range(UPDATES):
         optimizer.zero_grad()
-        loss = torch_loss(model, rows)
+        loss = torch_loss(model, rows, mode)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM["grad_clip"]).item())
         losses.append(loss.item())
@@ -119,8 +137,8 @@ def torch_updates(model, rows):
     return losses, norms
 
 
-def compare_model(name, seed, folder, probe):
-    print(f"{name} (seed {seed})")
+def compare_model(name, mode, seed, folder, probe):
+    print(f"{name}, {mode} (seed {seed})")
     rng = random.Random(seed)
     model = models.make_model(name, seed)
     tokenizer = models.make_tokenizer()
@@ -130,7 +148,8 @@ def compare_model(name, seed, folder, probe):
     ids = models.token_ids(seed, 60)
     prompt = models.token_ids(seed + 1, 9)
     rows = with_old_log_probs(model, training_rows(rng), rng)
-    request = dict(ids=ids, prompt=prompt, new_tokens=40, rows=rows, loss=LOSS, optim=OPTIM, updates=UPDATES)
+    loss = dict(LOSS, loss_mode=mode)
+    request = dict(ids=ids, prompt=prompt, new_tokens=40, rows=rows, loss=loss, optim=OPTIM, updates=UPDATES)
     (directory / "request.json").write_text(json.dumps(request))
     subprocess.run([probe, "model", directory], check=True)
     answer = json.loads((directory / "answer.json").read_text())
@@ -140,7 +159,7 @@ def compare_model(name, seed, folder, probe):
     scores = models.logits(model, prompt + answer["greedy"])[len(prompt) - 1 : -1]
     chosen = scores.gather(1, torch.tensor(answer["greedy"])[:, None])[:, 0]
     check("greedy answer", (scores.max(-1).values - chosen).max().item())
-    losses, norms = torch_updates(model, rows)
+    losses, norms = torch_updates(model, rows, mode)
     check("loss of each update", relative_distance(answer["losses"], losses), 1e-4)
     check("gradient norm of each update", relative_distance(answer["grad_norms"], norms), 1e-4)
     check("logits after the updates", distance(answer["logits_after"], models.logits(model, ids)), 5e-4)
@@ -209,7 +228,7 @@ def main(fixtures, credit_fixtures):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         for number, name in enumerate(models.CONFIGS):
-            compare_model(name, seed + number, folder, probe)
+            compare_model(name, LOSS_MODES[(seed + number) % len(LOSS_MODES)], seed + number, folder, probe)
         compare_templates(folder, probe)
     compare_fixtures(fixtures, credit_fixtures)
     if failures:

@@ -29,6 +29,7 @@ struct Row {
     advantages: Vec<f32>,
     old_log_probs: Vec<f32>,
     importance_weights: Vec<f32>,
+    ref_log_probs: Vec<f32>,
 }
 
 #[derive(Deserialize)]
@@ -93,7 +94,7 @@ fn train_row(row: Row) -> TrainRow {
         advantages: row.advantages,
         old_log_probs: row.old_log_probs,
         importance_weights: Some(row.importance_weights),
-        ref_log_probs: None,
+        ref_log_probs: Some(row.ref_log_probs),
     }
 }
 
