@@ -478,6 +478,11 @@ fn check_losses(algorithm: &AlgorithmConfig, actor: &ActorConfig) -> Result<(), 
             "has nothing to compare with the recorded log-probs; set algorithm.old_logprobs = \"recompute\"",
         );
     }
+    if actor.use_kl_loss && actor.kl_loss_type == KlEstimator::K1 {
+        tracing::warn!(
+            "actor.kl_loss_type = \"k1\" has a gradient of 0 in expectation and holds nothing back; set \"k3\" or \"k2\""
+        );
+    }
     if actor.policy_loss.loss_mode == LossMode::Gspo && actor.clip_ratio_high > 0.05 {
         tracing::warn!(
             actor.clip_ratio_high,

@@ -71,6 +71,7 @@ pub(crate) fn credit(metrics: &mut StepMetrics, samples: &Samples, advantages: &
 
 /// How far the sampling policy is from the one before the update, and both from the reference; verl's names.
 pub(crate) fn measurement(metrics: &mut StepMetrics, measured: &Measurement, algorithm: &AlgorithmConfig) {
+    metrics.set("timing/measure_seconds", measured.seconds);
     if let Some(drift) = measured.drift {
         let share = |rejected: usize, of: usize| rejected as f64 / of.max(1) as f64;
         metrics.set("rollout_corr/rollout_is_mean", drift.weight_mean);

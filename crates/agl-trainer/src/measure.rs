@@ -1,6 +1,8 @@
 //! What an update must know of the sampled tokens beside their rewards: what the policy before the update and the reference
 //! policy say of them, and what follows from the difference to what was recorded.
 
+use std::time::Instant;
+
 use agl_core::credit::off_policy::{CorrectedRow, Drift, DriftRow};
 use agl_engine::{Engine, EngineError, MaskedRow};
 
@@ -27,6 +29,8 @@ pub struct Measurement {
     pub drift: Option<Drift>,
     /// Mean divergence from the reference per trained token, where it is taken off the rewards.
     pub reward_kl: Option<f64>,
+    /// Wall time.
+    pub seconds: f64,
 }
 
 /// Measures all rows that may be trained on, and takes the divergence from the reference off the rewards. Must run before the
@@ -41,10 +45,14 @@ pub async fn measure(
     actor: &ActorConfig,
     temperature: f64,
 ) -> Result<Measurement, TrainerError> {
-    let rewarded = samples.samples.iter().filter(|sample| sample.verdict.reward().is_some());
-    let rows: Vec<MaskedRow> = rewarded.flat_map(|sample| sample.rows.iter().map(SampleRow::masked)).collect();
+    let started = Instant::now();
     let recompute = algorithm.old_logprobs == OldLogProbs::Recompute;
     let reference = needs_reference(algorithm, actor);
+    if !recompute && !reference {
+        return Ok(Measurement::default());
+    }
+    let rewarded = samples.samples.iter().filter(|sample| sample.verdict.reward().is_some());
+    let rows: Vec<MaskedRow> = rewarded.flat_map(|sample| sample.rows.iter().map(SampleRow::masked)).collect();
     let engine = engine.clone();
     let (old, reference) = tokio::task::spawn_blocking(move || {
         let old = recompute.then(|| engine.masked_log_probs(&rows, temperature as f32)).transpose()?;
@@ -56,7 +64,7 @@ pub async fn measure(
     store(samples, reference, |row, values| row.measured.ref_log_probs = Some(values));
     let drift = if recompute { Some(correct(samples, algorithm)?) } else { None };
     let reward_kl = algorithm.use_kl_in_reward.then(|| penalise(samples, algorithm));
-    Ok(Measurement { drift, reward_kl })
+    Ok(Measurement { drift, reward_kl, seconds: started.elapsed().as_secs_f64() })
 }
 
 /// True if anything is compared with the reference policy.
@@ -78,6 +86,7 @@ fn store(samples: &mut Samples, values: Option<Vec<Vec<f32>>>, put: impl Fn(&mut
 
 fn correct(samples: &mut Samples, algorithm: &AlgorithmConfig) -> Result<Drift, TrainerError> {
     let correction = algorithm.rollout_correction.correction()?;
+    // Every row of a rollout that counts has recorded log-probs (`Samples::of`), so `both` is parallel to `rows`.
     let rows: Vec<&mut SampleRow> = measured(samples).collect();
     let both: Vec<DriftRow<'_>> = rows
         .iter()
