@@ -1,10 +1,11 @@
 """Compares the engine with transformers on fresh random models.
 
-Logits, log-probs, greedy answers, gradients and two optimiser steps of the clipped policy gradient, saved checkpoints, chat
-templates; and whether the committed fixtures still say what transformers says. Run through `python3 scripts/parity/run.py`.
+Logits, log-probs, greedy answers, gradients and two optimiser steps of each policy loss with its other terms, saved checkpoints, chat
+templates; and whether the committed fixtures still say what transformers and verl say. Run through `python3 scripts/parity/run.py`.
 """
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -18,7 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import models
+import published
 import reference
+from make_fixtures import SEED
 
 TOLERANCE = 1e-4
 # A large eps makes the step a smooth function of the gradient, so that rounding near 0 cannot flip its sign.
@@ -62,14 +65,14 @@ def gradient_distance(optimizer, gradients):
     )
 
 
-def torch_updates(model, rows):
+def torch_updates(model, rows, mode):
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=OPTIM["lr"], betas=OPTIM["betas"], eps=OPTIM["eps"], weight_decay=OPTIM["weight_decay"]
     )
     losses, norms = [], []
     for _ in range(UPDATES):
         optimizer.zero_grad()
-        loss = reference.policy_loss(model, rows)
+        loss = reference.policy_loss(model, rows, mode)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM["grad_clip"]).item())
         losses.append(loss.item())
@@ -77,8 +80,8 @@ def torch_updates(model, rows):
     return losses, norms
 
 
-def compare_model(name, seed, folder, probe):
-    print(f"{name} (seed {seed})")
+def compare_model(name, mode, seed, folder, probe):
+    print(f"{name}, {mode} (seed {seed})")
     rng = random.Random(seed)
     model = models.make_model(name, seed)
     tokenizer = models.make_tokenizer()
@@ -89,7 +92,7 @@ def compare_model(name, seed, folder, probe):
     prompt = models.token_ids(seed + 1, 9)
     rows = reference.with_old_log_probs(model, reference.training_rows(rng), rng)
     request = dict(
-        ids=ids, prompt=prompt, new_tokens=reference.GREEDY_TOKENS, rows=rows, loss=reference.LOSS, optim=OPTIM, updates=UPDATES
+        ids=ids, prompt=prompt, new_tokens=reference.GREEDY_TOKENS, rows=rows, loss=dict(reference.LOSS, loss_mode=mode), optim=OPTIM, updates=UPDATES
     )
     (directory / "request.json").write_text(json.dumps(request))
     subprocess.run([probe, "model", directory], check=True)
@@ -103,10 +106,10 @@ def compare_model(name, seed, folder, probe):
     with torch.no_grad():
         theirs = [reference.token_log_probs(model, row["ids"])[0] for row in rows]
     check("log-probs of tokens", max(distance(a[1:], b) for a, b in zip(answer["log_probs"], theirs, strict=True)))
-    _, gradients = reference.loss_and_gradients(model, rows)
+    _, gradients = reference.loss_and_gradients(model, rows, mode)
     optimizer = load_file(directory / "gradient" / "optimizer.safetensors")
     check("gradient of every parameter", gradient_distance(optimizer, gradients))
-    losses, norms = torch_updates(model, rows)
+    losses, norms = torch_updates(model, rows, mode)
     check("loss of each update", relative_distance(answer["losses"], losses), 1e-4)
     check("gradient norm of each update", relative_distance(answer["grad_norms"], norms), 1e-4)
     check("logits after the updates", distance(answer["logits_after"], models.logits(model, ids)), 5e-4)
@@ -146,22 +149,37 @@ def compare_templates(folder, probe):
                 same(f"{name}, conversation {number}", ours.get("prompt", ours), case["expected"])
 
 
-def compare_fixtures(fixtures):
+def close(a, b):
+    """Equal but for the last digits of numbers, which differ between machines."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(close, a, b))
+    return a == b
+
+
+def compare_fixtures(fixtures, credit_fixtures):
     print("committed fixtures")
     for name in models.CONFIGS:
         model = AutoModelForCausalLM.from_pretrained(fixtures / name).eval()
         expected = json.loads((fixtures / name / "expected.json").read_text())
         tensors = load_file(fixtures / name / "expected.safetensors")
         check(f"{name}, logits", distance(tensors["logits"].tolist(), models.logits(model, expected["ids"])), 1e-5)
-        loss, gradients = reference.loss_and_gradients(model, expected["rows"])
+        loss, gradients = reference.loss_and_gradients(model, expected["rows"], "vanilla")
         check(f"{name}, loss", abs(loss - expected["loss"]), 1e-5)
         recorded = {f"exp_avg.{key}": tensors[f"gradient.{key}"] for key in gradients}
         check(f"{name}, gradients", gradient_distance(recorded, gradients), 1e-5)
     committed = json.loads((fixtures / "chat_templates.json").read_text())
     same("chat_templates.json", committed["cases"], models.render_cases(models.make_tokenizer()))
+    # The tests of the crates compare themselves with these files.
+    credit, losses = published.cases(SEED)
+    same("verl_credit.json", True, close(json.loads((credit_fixtures / "verl_credit.json").read_text()), credit))
+    same("verl_losses.json", True, close(json.loads((fixtures / "verl_losses.json").read_text()), losses))
 
 
-def main(fixtures):
+def main(fixtures, credit_fixtures):
     # The whole workspace, for the same features as its tests: nothing is compiled twice.
     build = ["cargo", "build", "--quiet", "--workspace", "--example", "parity_probe", "--message-format=json"]
     output = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -171,13 +189,14 @@ def main(fixtures):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         for number, name in enumerate(models.CONFIGS):
-            compare_model(name, seed + number, folder, probe)
+            mode = reference.LOSS_MODES[(seed + number) % len(reference.LOSS_MODES)]
+            compare_model(name, mode, seed + number, folder, probe)
         compare_templates(folder, probe)
-    compare_fixtures(fixtures)
+    compare_fixtures(fixtures, credit_fixtures)
     if failures:
         sys.exit(f"{len(failures)} comparison(s) failed: {', '.join(failures)}")
     print("the engine agrees with transformers")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

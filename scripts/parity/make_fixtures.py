@@ -1,7 +1,7 @@
-"""Writes the fixtures of crates/agl-engine/tests: small random models, what transformers computes with them, and rendered
-conversations.
+"""Writes the fixtures of crates/agl-engine/tests: small random models, what transformers computes with them, rendered conversations,
+and what verl's losses say; and those of crates/agl-core/tests: what verl's advantages and corrections say.
 
-Run through `python3 scripts/parity/run.py fixtures`, which provides torch and transformers.
+Run through `python3 scripts/parity/run.py fixtures`, which provides torch, transformers and verl.
 """
 
 import random
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import models
+import published
 import reference
 
 SEED = 20
@@ -23,7 +24,7 @@ def write_expected(directory, model):
     prompt = models.token_ids(SEED + 1, 9)
     rng = random.Random(SEED)
     rows = reference.with_old_log_probs(model, reference.training_rows(rng), rng)
-    loss, gradients = reference.loss_and_gradients(model, rows)
+    loss, gradients = reference.loss_and_gradients(model, rows, "vanilla")
     with torch.no_grad():
         log_probs = [reference.token_log_probs(model, row["ids"])[0].tolist() for row in rows]
     tokens, gaps = reference.greedy(model, prompt)
@@ -39,7 +40,7 @@ def write_expected(directory, model):
     ))
 
 
-def main(out):
+def main(out, credit_out):
     tokenizer = models.make_tokenizer()
     for name in models.CONFIGS:
         model = models.make_model(name, SEED)
@@ -51,7 +52,10 @@ def main(out):
         templates={name: models.template(name) for name in models.TEMPLATES},
         cases=models.render_cases(tokenizer),
     ))
+    credit, losses = published.cases(SEED)
+    models.write_json(credit_out / "verl_credit.json", credit)
+    models.write_json(out / "verl_losses.json", losses)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,10 +1,14 @@
-"""The clipped policy gradient, its gradient and greedy decoding, as written down in PyTorch."""
+"""The policy losses with their other terms, their gradients and greedy decoding, as written down in PyTorch."""
 
 import torch
 
 import models
 
-LOSS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tis_cap=2.0, entropy_coeff=0.01, temperature=0.8)
+LOSS = dict(
+    clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, entropy_coeff=0.01, temperature=0.8,
+    kl_loss_coef=0.05, kl_loss_type="low_var_kl",
+)
+LOSS_MODES = ["vanilla", "gspo", "cispo"]
 GREEDY_TOKENS = 200
 
 
@@ -22,7 +26,8 @@ def training_rows(rng):
                 weights=[round(rng.uniform(0.05, 0.15), 4) if m else 0.0 for m in mask],
                 advantages=[advantage] * length,
                 old_log_probs=[0.0] * length,
-                rollout_log_probs=[0.0] * length,
+                importance_weights=[1.0] * length,
+                ref_log_probs=[0.0] * length,
             )
         )
     return rows
@@ -32,7 +37,8 @@ def with_old_log_probs(model, rows, rng):
     for row in rows:
         log_probs = token_log_probs(model, row["ids"])[0].tolist()
         row["old_log_probs"] = [0.0] + [round(lp + rng.uniform(-0.6, 0.6), 4) for lp in log_probs]
-        row["rollout_log_probs"] = [round(lp + rng.uniform(-1.0, 0.5), 4) for lp in row["old_log_probs"]]
+        row["ref_log_probs"] = [0.0] + [round(lp + rng.uniform(-0.6, 0.6), 4) for lp in log_probs]
+        row["importance_weights"] = [round(rng.uniform(0.4, 2.0), 4) for _ in row["ids"]]
     return rows
 
 
@@ -43,27 +49,40 @@ def token_log_probs(model, ids):
     return every.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
-def policy_loss(model, rows):
+def token_losses(log_probs, old, advantage, mode):
+    """Of the trained tokens of one row, without weights."""
+    low, high = 1 - LOSS["clip_ratio_low"], 1 + LOSS["clip_ratio_high"]
+    ratio = (log_probs - old).clamp(-20, 20).exp()
+    if mode == "cispo":
+        return -ratio.clamp(low, high).detach() * advantage * log_probs
+    if mode == "gspo":
+        ratio = ((log_probs - old).mean().detach() + log_probs - log_probs.detach()).exp()
+    plain = -advantage * ratio
+    clipped = torch.max(plain, -advantage * ratio.clamp(low, high))
+    if mode == "gspo":
+        return clipped
+    return torch.where(advantage < 0, torch.min(clipped, -advantage * LOSS["clip_ratio_c"]), clipped)
+
+
+def policy_loss(model, rows, mode):
     total = 0.0
     for row in rows:
         pick = torch.tensor(row["mask"][1:])
         tensor = lambda key: torch.tensor(row[key][1:])[pick]
         log_probs, entropy = token_log_probs(model, row["ids"])
-        ratio = (log_probs[pick] - tensor("old_log_probs")).clamp(-20, 20).exp()
-        advantage = tensor("advantages")
-        plain = -advantage * ratio
-        clipped = -advantage * ratio.clamp(1 - LOSS["clip_ratio_low"], 1 + LOSS["clip_ratio_high"])
-        bounded = torch.min(torch.max(plain, clipped), -advantage * LOSS["clip_ratio_c"])
-        loss = torch.where(advantage < 0, bounded, torch.max(plain, clipped))
-        tis = (tensor("old_log_probs") - tensor("rollout_log_probs")).exp().clamp(max=LOSS["tis_cap"])
-        total = total + (tensor("weights") * (loss * tis - LOSS["entropy_coeff"] * entropy[pick])).sum()
+        log_probs = log_probs[pick]
+        loss = token_losses(log_probs, tensor("old_log_probs"), tensor("advantages"), mode)
+        distance = tensor("ref_log_probs") - log_probs
+        kl = (distance.exp() - 1 - distance).clamp(max=10)
+        loss = loss * tensor("importance_weights") + LOSS["kl_loss_coef"] * kl
+        total = total + (tensor("weights") * (loss - LOSS["entropy_coeff"] * entropy[pick])).sum()
     return total
 
 
-def loss_and_gradients(model, rows):
+def loss_and_gradients(model, rows, mode):
     """The loss, and the gradient of every parameter under its name in a checkpoint."""
     model.zero_grad()
-    loss = policy_loss(model, rows)
+    loss = policy_loss(model, rows, mode)
     loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()

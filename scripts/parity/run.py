@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Compares the engine with transformers. Needs python >= 3.10 and cargo; installs the rest into a folder of its own.
+"""Compares the engine with transformers, and with verl's published functions for advantages and losses. Needs python >= 3.10
+and cargo; installs the rest into a folder of its own.
 
     python3 scripts/parity/run.py              compare live, with fresh random models
-    python3 scripts/parity/run.py fixtures     write the fixtures of crates/agl-engine/tests anew
+    python3 scripts/parity/run.py fixtures     write the fixtures of crates/agl-engine/tests and crates/agl-core/tests anew
     python3 scripts/parity/run.py bench        training and decoding speed beside PyTorch
 """
 
@@ -15,7 +16,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 FIXTURES = ROOT / "crates" / "agl-engine" / "tests" / "fixtures"
+CREDIT_FIXTURES = ROOT / "crates" / "agl-core" / "tests" / "fixtures"
 REQUIREMENTS = HERE / "requirements.txt"
+# Without what it requires (Ray and more): published.py needs a few of its functions.
+VERL = "verl==0.9.1"
 
 
 def environment():
@@ -24,16 +28,19 @@ def environment():
     folder = Path(os.environ.get("AGL_PARITY_VENV", target / "parity-venv"))
     python = folder / "bin" / "python"
     stamp = folder / "requirements.txt"
-    if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
+    wanted = REQUIREMENTS.read_text() + VERL
+    if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"installing torch and transformers into {folder} (once; a few minutes)", flush=True)
     if shutil.which("uv"):
         subprocess.run(["uv", "venv", "--clear", "--python", sys.executable, folder], check=True)
-        subprocess.run(["uv", "pip", "install", "--quiet", "--python", python, "-r", REQUIREMENTS], check=True)
+        install = ["uv", "pip", "install", "--quiet", "--python", python]
     else:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", REQUIREMENTS], check=True)
-    stamp.write_text(REQUIREMENTS.read_text())
+        install = [python, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*install, "-r", REQUIREMENTS], check=True)
+    subprocess.run([*install, "--no-deps", VERL], check=True)
+    stamp.write_text(wanted)
     return python
 
 
@@ -43,8 +50,8 @@ def main(arguments):
     if shutil.which("cargo") is None:
         sys.exit("parity needs cargo; install Rust from https://rustup.rs")
     scripts = {
-        (): (HERE / "compare.py", [FIXTURES]),
-        ("fixtures",): (HERE / "make_fixtures.py", [FIXTURES]),
+        (): (HERE / "compare.py", [FIXTURES, CREDIT_FIXTURES]),
+        ("fixtures",): (HERE / "make_fixtures.py", [FIXTURES, CREDIT_FIXTURES]),
         ("bench",): (ROOT / "benches" / "engine" / "compare.py", []),
     }
     if tuple(arguments) not in scripts:

@@ -29,7 +29,8 @@ struct Row {
     weights: Vec<f32>,
     advantages: Vec<f32>,
     old_log_probs: Vec<f32>,
-    rollout_log_probs: Vec<f32>,
+    importance_weights: Vec<f32>,
+    ref_log_probs: Vec<f32>,
 }
 
 #[derive(Deserialize)]
@@ -102,7 +103,8 @@ fn train_row(row: Row) -> TrainRow {
         weights: row.weights,
         advantages: row.advantages,
         old_log_probs: row.old_log_probs,
-        rollout_log_probs: Some(row.rollout_log_probs),
+        importance_weights: Some(row.importance_weights),
+        ref_log_probs: Some(row.ref_log_probs),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Settings of the engine, the loss and the optimiser. Key names are those of verl and Hugging Face where they have one.
 
+use agl_core::credit::KlEstimator;
 use serde::{Deserialize, Serialize};
 
 use crate::EngineError;
@@ -60,11 +61,26 @@ fn in_range(key: &'static str, value: f64, holds: bool, expected: &'static str) 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossKind {
-    /// Clipped surrogate of PPO with dual clip.
+    /// The policy loss of [`LossConfig::loss_mode`].
     #[default]
     PolicyGradient,
     /// Weighted cross-entropy, −Σ w·log p: supervised fine-tuning. Advantages and old log-probs are ignored.
     Sft,
+}
+
+/// How the policy loss uses the ratio r = π/π_old. A is the advantage, ε_low and ε_high are the clip ratios; verl's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LossMode {
+    /// PPO: max(−rA, −clip(r, 1−ε_low, 1+ε_high)A) per token, with dual clip.
+    #[default]
+    Vanilla,
+    /// GSPO (arXiv 2507.18071): the same with one ratio per row, s = exp(mean_t log r_t), and without dual clip. A token's gradient
+    /// is that of s·π/sg(π), with sg(·) a constant to the gradient. Its clip ratios are small: 3e-4 and 4e-4.
+    Gspo,
+    /// CISPO (arXiv 2506.13585): −sg(clip(r, 1−ε_low, 1+ε_high))·A·log π: no token loses its gradient, its weight is bounded. Meant
+    /// for ε_low = 1, which is no lower bound, and an ε_high of several.
+    Cispo,
 }
 
 /// The loss of [`crate::Engine::update`].
@@ -73,14 +89,18 @@ pub enum LossKind {
 pub struct LossConfig {
     /// What is minimised.
     pub kind: LossKind,
+    /// Which policy loss.
+    pub loss_mode: LossMode,
     /// The ratio's gradient stops below 1 − this (for negative advantages).
     pub clip_ratio_low: f64,
     /// The ratio's gradient stops above 1 + this (for positive advantages).
     pub clip_ratio_high: f64,
     /// Dual clip: with a negative advantage the loss is bounded by this times |advantage|. Greater than 1.
     pub clip_ratio_c: f64,
-    /// Cap of the truncated importance weight min(π_old/π_rollout, cap); absent: no correction.
-    pub tis_cap: Option<f64>,
+    /// Weight of the divergence from the reference policy, whose log-probs the rows then bring; 0 turns it off.
+    pub kl_loss_coef: f64,
+    /// How that divergence is estimated.
+    pub kl_loss_type: KlEstimator,
     /// Weight of the entropy bonus.
     pub entropy_coeff: f64,
     /// Log-probs are those of logits / temperature, as they were when the tokens were sampled.
@@ -91,10 +111,12 @@ impl Default for LossConfig {
     fn default() -> Self {
         Self {
             kind: LossKind::PolicyGradient,
+            loss_mode: LossMode::Vanilla,
             clip_ratio_low: 0.2,
             clip_ratio_high: 0.2,
             clip_ratio_c: 3.0,
-            tis_cap: Some(2.0),
+            kl_loss_coef: 0.0,
+            kl_loss_type: KlEstimator::K3,
             entropy_coeff: 0.0,
             temperature: 1.0,
         }
@@ -110,9 +132,8 @@ impl LossConfig {
         in_range("clip_ratio_low", self.clip_ratio_low, (0.0..=1.0).contains(&self.clip_ratio_low), "in [0, 1]")?;
         in_range("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0.0, "0 or more")?;
         in_range("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1.0, "greater than 1")?;
-        if let Some(cap) = self.tis_cap {
-            in_range("tis_cap", cap, cap > 0.0, "greater than 0")?;
-        }
+        let coef = self.kl_loss_coef;
+        in_range("kl_loss_coef", coef, coef.is_finite() && coef >= 0.0, "0 or more")?;
         in_range("entropy_coeff", self.entropy_coeff, self.entropy_coeff >= 0.0, "0 or more")?;
         check_training_temperature(self.temperature)
     }

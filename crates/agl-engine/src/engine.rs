@@ -20,7 +20,9 @@ use crate::sample::request::{GenerateOutput, GenerateRequest};
 use crate::sample::sampler::{self, Job};
 use crate::train::adamw::{self, OptimizerState};
 use crate::train::gradient;
-use crate::train::rows::{TrainRow, check_ids};
+use crate::train::rows::{MaskedRow, TrainRow, check_ids};
+
+mod reference;
 
 /// A policy model with its sampler and its optimiser. Cloning gives another handle on the same one; the sampler thread ends
 /// with the last handle.
@@ -40,6 +42,8 @@ struct Inner {
     unseeded: AtomicU64,
     /// Held through a whole update: there is one trainer at a time.
     optimizer: Mutex<OptimizerState>,
+    /// Parameters that no update changes: see [`Engine::keep_reference`].
+    reference: Mutex<Option<Weights>>,
 }
 
 /// What the sampler thread and the handles have in common.
@@ -116,14 +120,18 @@ pub struct UpdateStats {
     pub lr: f64,
     /// Share of tokens whose clipped branch was active.
     pub clip_fraction: f64,
+    /// Share of tokens whose dual clip was active.
+    pub clip_fraction_lower: f64,
     /// Mean of r − 1 − log r: estimates KL(π_old ‖ π).
     pub approx_kl: f64,
     /// Mean of r = π/π_old.
     pub ratio_mean: f64,
     /// Largest r.
     pub ratio_max: f64,
-    /// Mean truncated importance weight.
-    pub tis_mean: f64,
+    /// (Σ r)² / (N Σ r²): 1 where all r are equal.
+    pub ratio_ess: f64,
+    /// Mean estimate of KL(π ‖ π_ref); 0 without a reference.
+    pub ref_kl: f64,
     /// Mean entropy of the whole distribution, in nats, at the loss's temperature.
     pub entropy: f64,
     /// Tokens in the rows.
@@ -202,7 +210,8 @@ impl Engine {
         });
         let (jobs, receiver) = std::sync::mpsc::channel();
         sampler::spawn(shared.clone(), receiver).map_err(EngineError::NoSampler)?;
-        Ok(Self { inner: Arc::new(Inner { shared, name, jobs, unseeded: AtomicU64::new(0), optimizer }) })
+        let reference = Mutex::new(None);
+        Ok(Self { inner: Arc::new(Inner { shared, name, jobs, unseeded: AtomicU64::new(0), optimizer, reference }) })
     }
 
     /// Name under which the server lists the model.
@@ -271,6 +280,10 @@ impl Engine {
         let model = &shared.decoder.config;
         for (number, row) in rows.iter().enumerate() {
             row.check(number, model.vocab_size, model.max_positions)?;
+            if loss.kl_loss_coef > 0.0 && row.ref_log_probs.is_none() {
+                let what = "`ref_log_probs` is missing, but the loss has a `kl_loss_coef` above 0".to_owned();
+                return Err(EngineError::Row { row: number, what });
+            }
         }
         let mut optimizer = self.inner.optimizer.lock().unwrap_or_else(PoisonError::into_inner);
         let weights = shared.policy().weights.clone();
@@ -295,10 +308,12 @@ impl Engine {
             grad_norm,
             lr,
             clip_fraction: mean(sums.clipped as f64),
+            clip_fraction_lower: mean(sums.bounded as f64),
             approx_kl: mean(sums.kl),
             ratio_mean: mean(sums.ratio),
             ratio_max: sums.ratio_max,
-            tis_mean: mean(sums.tis),
+            ratio_ess: sums.ratio * sums.ratio / (sums.trained as f64 * sums.ratio_square),
+            ref_kl: mean(sums.ref_kl),
             entropy: mean(sums.entropy),
             tokens: rows.iter().map(|row| row.ids.len()).sum(),
             trained_tokens: sums.trained,
@@ -311,14 +326,30 @@ impl Engine {
     /// # Errors
     /// A token outside the vocabulary, a row too long, or a temperature that is not above 0.
     pub fn log_probs(&self, rows: &[Vec<u32>], temperature: f32) -> Result<Vec<Vec<f32>>, EngineError> {
+        let rows: Vec<MaskedRow> = rows.iter().map(|ids| MaskedRow::whole(ids.clone())).collect();
+        self.masked_log_probs(&rows, temperature)
+    }
+
+    /// [`Engine::log_probs`] of the tokens asked for, 0 elsewhere: the output layer is computed for these alone.
+    ///
+    /// # Errors
+    /// As [`Engine::log_probs`], and a mask that does not belong to its row.
+    pub fn masked_log_probs(&self, rows: &[MaskedRow], temperature: f32) -> Result<Vec<Vec<f32>>, EngineError> {
+        self.log_probs_under(&self.inner.shared.policy().weights, rows, temperature)
+    }
+
+    fn log_probs_under(
+        &self,
+        weights: &Weights,
+        rows: &[MaskedRow],
+        temperature: f32,
+    ) -> Result<Vec<Vec<f32>>, EngineError> {
         check_training_temperature(temperature)?;
         let shared = &self.inner.shared;
-        for (number, ids) in rows.iter().enumerate() {
-            check_ids(number, ids, shared.decoder.config.vocab_size, shared.decoder.config.max_positions)?;
+        for (number, row) in rows.iter().enumerate() {
+            row.check(number, shared.decoder.config.vocab_size, shared.decoder.config.max_positions)?;
         }
-        let policy = shared.policy();
-        let budget = shared.config.micro_batch_tokens;
-        Ok(gradient::log_probs(&shared.decoder, &policy.weights, rows, temperature, budget))
+        Ok(gradient::log_probs(&shared.decoder, weights, rows, temperature, shared.config.micro_batch_tokens))
     }
 
     /// Logits [positions, vocab] of every position of `ids`, for checks against other implementations.

@@ -54,6 +54,9 @@ pub enum EngineError {
         /// What is wrong with it.
         what: String,
     },
+    /// The reference policy was asked for log-probs.
+    #[error("no reference policy is kept: keep_reference or load_reference comes first")]
+    NoReference,
     /// An update had nothing to learn from.
     #[error(
         "none of the {rows} rows has a trained token: an update needs at least one position with mask true and a weight other than 0"

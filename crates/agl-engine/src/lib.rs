@@ -23,8 +23,8 @@ mod train;
 
 pub use chat::tokenizer::ChatTokenizer;
 pub use checkpoint::tensors::SaveDtype;
-pub use config::{EngineConfig, LossConfig, LossKind, OptimConfig};
+pub use config::{EngineConfig, LossConfig, LossKind, LossMode, OptimConfig};
 pub use engine::{Engine, SamplerTotals, UpdateStats};
 pub use error::EngineError;
 pub use sample::request::{FinishReason, GenerateOutput, GenerateRequest, SamplingParams, StopReason};
-pub use train::rows::TrainRow;
+pub use train::rows::{MaskedRow, TrainRow};

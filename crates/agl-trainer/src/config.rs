@@ -3,16 +3,17 @@
 
 use std::path::PathBuf;
 
-use agl_core::credit::{AdvantageLevel, Estimator, LossAggregation};
+use agl_core::credit::{AdvantageLevel, Estimator, KlEstimator, LossAggregation};
 use agl_core::rollout::{
     ContainerConfig, EvaluatorConfig, K8sConfig, LocalConfig, ProcessConfig, RewardSource, RolloutConfig,
 };
 use agl_core::trajectory::Level;
 use agl_core::trajectory::sequence::LengthLimits;
-use agl_engine::{LossConfig, OptimConfig};
+use agl_engine::{LossConfig, LossMode, OptimConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::TrainerError;
+use crate::correction::{OldLogProbs, RolloutCorrectionConfig};
 
 /// `[model]`: the policy.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -145,7 +146,7 @@ impl RolloutSection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AlgorithmConfig {
-    /// `"grpo"`, `"grpo_no_std"` or `"rloo"`.
+    /// `"grpo"`, `"grpo_no_std"` (or `"dr_grpo"`), `"rloo"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"`.
     pub adv_estimator: Estimator,
     /// `"rollout"`; `"row"` for ablations only.
     pub advantage_level: AdvantageLevel,
@@ -159,6 +160,31 @@ pub struct AlgorithmConfig {
     pub reward_fillna_value: f64,
     /// Whether a rollout without a reward counts `reward_fillna_value` or is left out of its group.
     pub on_missing_reward: OnMissingReward,
+    /// Take the divergence from the reference policy, the one the run started from, off each rollout's reward: the sum over its
+    /// trained tokens, times `kl_ctrl.kl_coef`, before baselines are taken.
+    pub use_kl_in_reward: bool,
+    /// How it is estimated: `"k1"` (`"kl"`), `"k2"` (`"mse"`) or `"k3"` (`"low_var_kl"`).
+    pub kl_penalty: KlEstimator,
+    /// Its weight.
+    pub kl_ctrl: KlCtrl,
+    /// `"recorded"` or `"recompute"`.
+    pub old_logprobs: OldLogProbs,
+    /// Acts where `old_logprobs = "recompute"`.
+    pub rollout_correction: RolloutCorrectionConfig,
+}
+
+/// `[algorithm.kl_ctrl]`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct KlCtrl {
+    /// Reward per unit of divergence.
+    pub kl_coef: f64,
+}
+
+impl Default for KlCtrl {
+    fn default() -> Self {
+        Self { kl_coef: 0.001 }
+    }
 }
 
 impl Default for AlgorithmConfig {
@@ -171,6 +197,11 @@ impl Default for AlgorithmConfig {
             trajectory_max_response_length: 1 << 20,
             reward_fillna_value: 0.0,
             on_missing_reward: OnMissingReward::default(),
+            use_kl_in_reward: false,
+            kl_penalty: KlEstimator::K1,
+            kl_ctrl: KlCtrl::default(),
+            old_logprobs: OldLogProbs::default(),
+            rollout_correction: RolloutCorrectionConfig::default(),
         }
     }
 }
@@ -222,8 +253,11 @@ pub struct ActorConfig {
     pub ppo_epochs: usize,
     /// At most this many updates per step and epoch; what does not fit is dropped, zero-variance groups first.
     pub max_ppo_update_times: Option<usize>,
-    /// `"rollout-mean"` (Eq. 16), `"token-mean"` (Eq. 14) or `"seq-mean-token-mean"` (Eq. 15).
+    /// `"rollout-mean"` (Eq. 16), `"token-mean"` (Eq. 14), `"seq-mean-token-mean"` (Eq. 15) or `"seq-mean-token-sum-norm"` (Dr. GRPO).
     pub loss_agg_mode: LossAggregation,
+    /// The constant that `"seq-mean-token-sum-norm"` divides by; verl's default is the response length it pads to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_scale_factor: Option<f64>,
     /// See [`LossConfig::clip_ratio_low`].
     pub clip_ratio_low: f64,
     /// See [`LossConfig::clip_ratio_high`].
@@ -232,8 +266,24 @@ pub struct ActorConfig {
     pub clip_ratio_c: f64,
     /// See [`LossConfig::entropy_coeff`].
     pub entropy_coeff: f64,
+    /// Add the divergence from the reference policy, the one the run started from, to the loss.
+    pub use_kl_loss: bool,
+    /// Its weight.
+    pub kl_loss_coef: f64,
+    /// How it is estimated: `"k1"` (`"kl"`), `"k2"` (`"mse"`) or `"k3"` (`"low_var_kl"`).
+    pub kl_loss_type: KlEstimator,
+    /// Which policy loss.
+    pub policy_loss: PolicyLossConfig,
     /// The optimiser.
     pub optim: OptimConfig,
+}
+
+/// `[actor.policy_loss]`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PolicyLossConfig {
+    /// `"vanilla"`, `"gspo"` or `"cispo"`: see [`LossMode`].
+    pub loss_mode: LossMode,
 }
 
 impl Default for ActorConfig {
@@ -244,10 +294,15 @@ impl Default for ActorConfig {
             ppo_epochs: 1,
             max_ppo_update_times: None,
             loss_agg_mode: LossAggregation::RolloutMean,
+            loss_scale_factor: None,
             clip_ratio_low: loss.clip_ratio_low,
             clip_ratio_high: loss.clip_ratio_high,
             clip_ratio_c: loss.clip_ratio_c,
             entropy_coeff: loss.entropy_coeff,
+            use_kl_loss: false,
+            kl_loss_coef: 0.001,
+            kl_loss_type: loss.kl_loss_type,
+            policy_loss: PolicyLossConfig::default(),
             optim: OptimConfig::default(),
         }
     }
@@ -262,6 +317,9 @@ impl ActorConfig {
             clip_ratio_high: self.clip_ratio_high,
             clip_ratio_c: self.clip_ratio_c,
             entropy_coeff: self.entropy_coeff,
+            loss_mode: self.policy_loss.loss_mode,
+            kl_loss_coef: if self.use_kl_loss { self.kl_loss_coef } else { 0.0 },
+            kl_loss_type: self.kl_loss_type,
             temperature: temperature as f32,
             ..LossConfig::default()
         }
@@ -332,10 +390,13 @@ pub fn check(
     if data.train_batch_size == 0 {
         return refuse("data.train_batch_size", "is 0; a step needs at least one prompt group");
     }
-    if rollout.n < 2 {
+    if rollout.n == 0 {
+        return refuse("rollout.n", "is 0; use at least 1");
+    }
+    if rollout.n < 2 && algorithm.adv_estimator.compares_siblings() {
         return refuse(
             "rollout.n",
-            "is below 2; an advantage compares the rollouts of one prompt, so a group needs two",
+            "is below 2; this algorithm.adv_estimator compares the rollouts of one prompt, so a group needs two",
         );
     }
     if rollout.val_n == 0 {
@@ -380,6 +441,7 @@ pub fn check(
     }
     actor.optim.check()?;
     actor.loss(rollout.temperature).check()?;
+    check_losses(algorithm, actor)?;
     // The paper's ablation: rollout-level advantages alone scored below the baseline (33.1 % against 35.0 %).
     let rollout_advantage = algorithm.advantage_level == AdvantageLevel::Rollout;
     let rollout_loss = actor.loss_agg_mode == LossAggregation::RolloutMean;
@@ -387,6 +449,45 @@ pub fn check(
         tracing::warn!(
             "algorithm.advantage_level and actor.loss_agg_mode count differently: only one of the two is at rollout level, \
              which scored below both and neither in the paper's ablation; set \"rollout\" and \"rollout-mean\""
+        );
+    }
+    Ok(())
+}
+
+fn check_losses(algorithm: &AlgorithmConfig, actor: &ActorConfig) -> Result<(), TrainerError> {
+    let refuse = |key: &'static str, what: &str| Err(TrainerError::Config { key, what: what.to_owned() });
+    match (actor.loss_agg_mode, actor.loss_scale_factor) {
+        (LossAggregation::SeqMeanTokenSumNorm, None) => {
+            return refuse(
+                "actor.loss_scale_factor",
+                "is missing; actor.loss_agg_mode = \"seq-mean-token-sum-norm\" divides by it: take the tokens a row may have",
+            );
+        }
+        (_, Some(factor)) if !(factor.is_finite() && factor > 0.0) => {
+            return refuse("actor.loss_scale_factor", "must be greater than 0");
+        }
+        _ => {}
+    }
+    if !(algorithm.kl_ctrl.kl_coef.is_finite() && algorithm.kl_ctrl.kl_coef >= 0.0) {
+        return refuse("algorithm.kl_ctrl.kl_coef", "must be 0 or more");
+    }
+    let correction = algorithm.rollout_correction.correction()?;
+    if algorithm.old_logprobs == OldLogProbs::Recorded && !correction.rejections.is_empty() {
+        return refuse(
+            "algorithm.rollout_correction.rollout_rs",
+            "has nothing to compare with the recorded log-probs; set algorithm.old_logprobs = \"recompute\"",
+        );
+    }
+    if actor.use_kl_loss && actor.kl_loss_type == KlEstimator::K1 {
+        tracing::warn!(
+            "actor.kl_loss_type = \"k1\" has a gradient of 0 in expectation and holds nothing back; set \"k3\" or \"k2\""
+        );
+    }
+    if actor.policy_loss.loss_mode == LossMode::Gspo && actor.clip_ratio_high > 0.05 {
+        tracing::warn!(
+            actor.clip_ratio_high,
+            "actor.policy_loss.loss_mode = \"gspo\" clips the mean ratio of a row, which hardly moves: with a clip ratio meant for \
+             tokens nothing is ever clipped; set actor.clip_ratio_low = 3e-4 and actor.clip_ratio_high = 4e-4"
         );
     }
     Ok(())

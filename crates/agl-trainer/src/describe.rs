@@ -5,6 +5,8 @@ use agl_core::trajectory::{BreakClass, TokenDecoder};
 use agl_engine::{ChatTokenizer, Engine, UpdateStats};
 
 use crate::collect::Collected;
+use crate::config::{ActorConfig, AlgorithmConfig};
+use crate::measure::Measurement;
 use crate::metrics::StepMetrics;
 use crate::update::Samples;
 
@@ -67,14 +69,34 @@ pub(crate) fn credit(metrics: &mut StepMetrics, samples: &Samples, advantages: &
     metrics.set("limits/lost_tokens", samples.limits.lost_tokens as f64);
 }
 
+/// How far the sampling policy is from the one before the update, and both from the reference; verl's names.
+pub(crate) fn measurement(metrics: &mut StepMetrics, measured: &Measurement, algorithm: &AlgorithmConfig) {
+    metrics.set("timing/measure_seconds", measured.seconds);
+    if let Some(drift) = measured.drift {
+        let share = |rejected: usize, of: usize| rejected as f64 / of.max(1) as f64;
+        metrics.set("rollout_corr/rollout_is_mean", drift.weight_mean);
+        metrics.set("rollout_corr/rollout_is_max", drift.weight_max);
+        metrics.set("rollout_corr/rollout_is_eff_sample_size", drift.effective_sample_size);
+        metrics.set("rollout_corr/kl", drift.kl);
+        metrics.set("rollout_corr/k3_kl", drift.k3_kl);
+        metrics.set("rollout_corr/rollout_rs_masked_fraction", share(drift.rejected_tokens, drift.tokens));
+        metrics.set("rollout_corr/rollout_rs_seq_masked_fraction", share(drift.rejected_rows, drift.rows));
+    }
+    if let Some(kl) = measured.reward_kl {
+        metrics.set("actor/reward_kl_penalty", kl);
+        metrics.set("actor/reward_kl_penalty_coeff", algorithm.kl_ctrl.kl_coef);
+    }
+}
+
 /// Means over the updates of a step.
-pub(crate) fn updates(metrics: &mut StepMetrics, stats: &[UpdateStats]) {
+pub(crate) fn updates(metrics: &mut StepMetrics, stats: &[UpdateStats], actor: &ActorConfig) {
     type Column = fn(&UpdateStats) -> f64;
     metrics.set("actor/updates", stats.len() as f64);
-    let columns: [(&str, Column); 7] = [
+    let columns: [(&str, Column); 8] = [
         ("actor/loss", |update| update.loss),
         ("actor/grad_norm", |update| update.grad_norm),
         ("actor/clip_fraction", |update| update.clip_fraction),
+        ("actor/clip_fraction_lower", |update| update.clip_fraction_lower),
         ("actor/approx_kl", |update| update.approx_kl),
         ("actor/ratio_mean", |update| update.ratio_mean),
         ("actor/ratio_max", |update| update.ratio_max),
@@ -84,6 +106,17 @@ pub(crate) fn updates(metrics: &mut StepMetrics, stats: &[UpdateStats]) {
         if let Some(value) = mean(stats.iter().map(column)) {
             metrics.set(name, value);
         }
+    }
+    if let (true, Some(kl)) = (actor.use_kl_loss, mean(stats.iter().map(|update| update.ref_kl))) {
+        metrics.set("actor/kl_loss", kl);
+        metrics.set("actor/kl_coef", actor.kl_loss_coef);
+    }
+    // With recorded log-probs, the ratios of the first update are those of the policy before it to the one that sampled.
+    if let (None, Some(first)) = (metrics.get("rollout_corr/rollout_is_mean"), stats.first()) {
+        metrics.set("rollout_corr/rollout_is_mean", first.ratio_mean);
+        metrics.set("rollout_corr/rollout_is_max", first.ratio_max);
+        metrics.set("rollout_corr/rollout_is_eff_sample_size", first.ratio_ess);
+        metrics.set("rollout_corr/k3_kl", first.approx_kl);
     }
     metrics.set("tokens/updated", stats.iter().map(|update| update.tokens as f64).sum());
     metrics.set("tokens/trained", stats.iter().map(|update| update.trained_tokens as f64).sum());

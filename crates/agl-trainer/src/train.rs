@@ -4,18 +4,20 @@ use std::time::{Duration, Instant};
 
 use agl_client::GatewayClient;
 use agl_core::rollout::RolloutConfig;
-use agl_engine::{Engine, EngineConfig, UpdateStats};
+use agl_engine::{Engine, EngineConfig, EngineError, UpdateStats};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use crate::TrainerError;
+use crate::alarms::alarms;
 use crate::checkpoint::{CheckpointState, RunFolder, RunIdentity, Totals, write_json};
 use crate::collect::{Collector, Launch, reasons};
 use crate::config::{ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RolloutSection, TrainerConfig, check};
 use crate::data::Tasks;
 use crate::describe;
 use crate::evaluate::{Evaluation, EvaluationPlan, cancel_open};
+use crate::measure::{measure, needs_reference};
 use crate::metrics::{MetricsLog, StepMetrics};
 use crate::picture::reward_curve;
 use crate::serving::Serving;
@@ -161,7 +163,18 @@ impl Trainer {
         let newest = if resume { folder.newest()? } else { None };
         let weights = newest.map_or_else(|| settings.model.path.clone(), |step| folder.checkpoint(step).join("policy"));
         let engine_config = settings.engine.clone();
-        let engine = tokio::task::spawn_blocking(move || Engine::load(&weights, engine_config)).await??;
+        // The reference is the policy of the run's start, also when the run goes on from a later one.
+        let reference = needs_reference(&settings.algorithm, &settings.actor).then(|| settings.model.path.clone());
+        let engine = tokio::task::spawn_blocking(move || {
+            let engine = Engine::load(&weights, engine_config)?;
+            match reference {
+                Some(start) if start == weights => engine.keep_reference(),
+                Some(start) => engine.load_reference(&start)?,
+                None => {}
+            }
+            Ok::<_, EngineError>(engine)
+        })
+        .await??;
         let identity = folder.identify(resume)?;
         let state = match newest {
             Some(step) => {
@@ -301,12 +314,16 @@ impl Trainer {
         metrics.set("timing/sampling_seconds", sampling.elapsed().as_secs_f64());
         describe::rollouts(&mut metrics, &collected, &self.engine);
 
-        // Credit: one advantage per rollout, from its group.
+        // Measure and credit: what the update's policies say of the sampled tokens; one advantage per rollout, from its group.
         let consumed: Vec<String> = collected.iter().map(|rollout| rollout.rollout.rollout_id.clone()).collect();
         let model_calls: usize = collected.iter().map(|rollout| rollout.counts.calls).sum();
         let sampled_tokens = metrics.get("tokens/sampled").unwrap_or(0.0);
-        let samples = Samples::of(collected, &self.settings.algorithm);
-        let advantages = samples.advantages(&self.settings.algorithm);
+        let (algorithm, actor) = (&self.settings.algorithm, &self.settings.actor);
+        let mut samples = Samples::of(collected, algorithm);
+        let temperature = self.settings.rollout.temperature;
+        let measured = measure(&mut samples, &self.engine, algorithm, actor, temperature).await?;
+        describe::measurement(&mut metrics, &measured, algorithm);
+        let advantages = samples.advantages(algorithm);
         describe::credit(&mut metrics, &samples, &advantages);
         if samples.samples.iter().all(|sample| sample.verdict.reward().is_none()) {
             return Err(nothing_usable(step, &samples));
@@ -325,6 +342,9 @@ impl Trainer {
         published?;
         metrics.set("timing/update_seconds", updating.elapsed().as_secs_f64());
         metrics.set("policy_version", self.engine.policy_version() as f64);
+        for alarm in alarms(&metrics) {
+            tracing::warn!(step, metric = alarm.metric, value = alarm.value, "{}", alarm.advice);
+        }
 
         // Account: what was trained on belongs to the next checkpoint.
         self.step = step;
@@ -371,7 +391,7 @@ impl Trainer {
             self.totals.trained_tokens += update.trained_tokens as u64;
             self.totals.update_seconds += update.seconds;
         }
-        describe::updates(metrics, &stats);
+        describe::updates(metrics, &stats, actor);
         Ok(())
     }
 

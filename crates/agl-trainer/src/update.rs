@@ -6,11 +6,12 @@ use agl_core::batch::{BatchPlan, BatchRules, Candidate, plan};
 use agl_core::credit::{Advantages, RowTokens, Scored, advantages, token_weights};
 use agl_core::trajectory::Sequence;
 use agl_core::trajectory::sequence::LimitCounts;
-use agl_engine::TrainRow;
+use agl_engine::{MaskedRow, TrainRow};
 use rand::Rng;
 
 use crate::collect::{Collected, Exclusion, Verdict, count};
 use crate::config::{ActorConfig, AlgorithmConfig};
+use crate::measure::Measured;
 
 /// A rollout that may be trained on: its rows after the length limits, and its place in its group.
 #[derive(Clone, Debug)]
@@ -21,8 +22,56 @@ pub struct Sample {
     pub group: String,
     /// What it counts.
     pub verdict: Verdict,
+    /// Taken off its reward for the distance from the reference policy.
+    pub kl_penalty: f64,
     /// Its rows.
-    pub rows: Vec<Sequence>,
+    pub rows: Vec<SampleRow>,
+}
+
+/// A row, and what was measured of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SampleRow {
+    /// As it was sampled.
+    pub sequence: Sequence,
+    /// As the policies of the update see it.
+    pub measured: Measured,
+}
+
+impl SampleRow {
+    /// Its trained tokens, for the engine to compute log-probs of.
+    pub(crate) fn masked(&self) -> MaskedRow {
+        MaskedRow {
+            ids: self.sequence.token_ids.clone(),
+            mask: self.sequence.mask.iter().map(|&bit| bit == 1).collect(),
+        }
+    }
+
+    /// log π_old: computed before the update, or else as recorded.
+    pub(crate) fn old_log_probs(&self) -> Option<&Vec<f32>> {
+        self.measured.old_log_probs.as_ref().or(self.sequence.log_probs.as_ref())
+    }
+
+    /// The row for the engine, each token with this weight and advantage; `None` if nothing of it is trained.
+    fn train_row(&self, weight: f64, advantage: f64) -> Option<TrainRow> {
+        let MaskedRow { ids, mut mask } = self.masked();
+        let corrected = self.measured.corrected.as_ref();
+        if let Some(corrected) = corrected {
+            mask.iter_mut().zip(&corrected.rejected).for_each(|(trained, rejected)| *trained &= !rejected);
+        }
+        if !mask.contains(&true) {
+            return None;
+        }
+        let len = ids.len();
+        Some(TrainRow {
+            ids,
+            mask,
+            weights: vec![weight as f32; len],
+            advantages: vec![advantage as f32; len],
+            old_log_probs: self.old_log_probs()?.clone(),
+            importance_weights: corrected.map(|corrected| corrected.weights.clone()),
+            ref_log_probs: self.measured.ref_log_probs.clone(),
+        })
+    }
 }
 
 /// The samples of a step, and what the limits cost.
@@ -53,7 +102,9 @@ impl Samples {
             };
             let group = rollout.rollout.metadata.get("group").and_then(|group| group.as_str());
             let group = group.map_or_else(|| rollout.rollout.rollout_id.clone(), str::to_owned);
-            result.samples.push(Sample { rollout_id: rollout.rollout.rollout_id, group, verdict, rows });
+            let rows = rows.into_iter().map(|sequence| SampleRow { sequence, measured: Measured::default() }).collect();
+            let rollout_id = rollout.rollout.rollout_id;
+            result.samples.push(Sample { rollout_id, group, verdict, kl_penalty: 0.0, rows });
         }
         result
     }
@@ -72,8 +123,9 @@ impl Samples {
             .iter()
             .map(|sample| Scored {
                 group: sample.group.clone(),
-                reward: sample.verdict.reward(),
+                reward: sample.verdict.reward().map(|reward| reward - sample.kl_penalty),
                 rows: sample.rows.len().max(1),
+                tokens: sample.rows.iter().map(|row| row.sequence.trained_tokens()).sum(),
             })
             .collect();
         advantages(&scored, algorithm.adv_estimator, algorithm.advantage_level)
@@ -104,27 +156,22 @@ impl Samples {
         plan
     }
 
-    /// The rows of one update. Weights count every rollout of the update; rows whose advantage is 0 have no gradient
-    /// and are not computed.
+    /// The rows of one update. Weights count every rollout of the update and every sampled token, rejected ones too. Rows that
+    /// cannot have a gradient are not computed: those whose advantage is 0, unless the loss has terms beside the policy loss,
+    /// and those whose tokens are all rejected.
     #[must_use]
     pub fn rows(&self, update: &[usize], advantages: &Advantages, actor: &ActorConfig) -> Vec<TrainRow> {
-        let rows: Vec<(usize, &Sequence)> =
+        let rows: Vec<(usize, &SampleRow)> =
             update.iter().flat_map(|&index| self.samples[index].rows.iter().map(move |row| (index, row))).collect();
         let counted: Vec<_> =
-            rows.iter().map(|&(rollout, row)| RowTokens { rollout, trained: row.trained_tokens() }).collect();
-        let weights = token_weights(&counted, actor.loss_agg_mode);
+            rows.iter().map(|&(rollout, row)| RowTokens { rollout, trained: row.sequence.trained_tokens() }).collect();
+        let weights = token_weights(&counted, actor.loss_agg_mode, actor.loss_scale_factor.unwrap_or(1.0));
+        let other_terms = actor.use_kl_loss || actor.entropy_coeff > 0.0;
         rows.into_iter()
             .zip(weights)
             .filter_map(|((index, row), weight)| {
-                let advantage = advantages.values[index].filter(|&advantage| advantage != 0.0)?;
-                Some(TrainRow {
-                    ids: row.token_ids.clone(),
-                    mask: row.mask.iter().map(|&bit| bit == 1).collect(),
-                    weights: vec![weight as f32; row.token_ids.len()],
-                    advantages: vec![advantage as f32; row.token_ids.len()],
-                    old_log_probs: row.log_probs.clone()?,
-                    rollout_log_probs: None,
-                })
+                let advantage = advantages.values[index].filter(|&advantage| advantage != 0.0 || other_terms)?;
+                row.train_row(weight, advantage)
             })
             .collect()
     }
@@ -133,6 +180,7 @@ impl Samples {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use agl_core::credit::off_policy::CorrectedRow;
     use agl_core::trajectory::CallSpan;
     use rand::SeedableRng;
 
@@ -153,7 +201,11 @@ mod tests {
             rollout_id: id.into(),
             group: group.into(),
             verdict: Verdict::Reward(reward),
-            rows: rows.iter().map(|&trained| row(trained)).collect(),
+            kl_penalty: 0.0,
+            rows: rows
+                .iter()
+                .map(|&trained| SampleRow { sequence: row(trained), measured: Measured::default() })
+                .collect(),
         }
     }
 
@@ -195,5 +247,52 @@ mod tests {
         let rows = samples.rows(&[0, 1, 2, 3], &advantages, &actor);
         assert_eq!(rows.len(), 2);
         assert!((rows[0].weights[1] - 1.0 / (4.0 * 10.0)).abs() < 1e-7, "R is 4, the rollouts of the update");
+    }
+
+    #[test]
+    fn rows_of_equals_are_computed_where_the_loss_has_more_than_the_policy_loss() {
+        let samples = Samples {
+            samples: vec![sample("a", "g", 1.0, &[10]), sample("b", "g", 1.0, &[10])],
+            limits: LimitCounts::default(),
+        };
+        let advantages = samples.advantages(&AlgorithmConfig::default());
+        let rows = |actor: ActorConfig| samples.rows(&[0, 1], &advantages, &actor).len();
+        assert_eq!(rows(ActorConfig::default()), 0);
+        assert_eq!(rows(ActorConfig { use_kl_loss: true, ..ActorConfig::default() }), 2);
+        assert_eq!(rows(ActorConfig { entropy_coeff: 0.01, ..ActorConfig::default() }), 2);
+    }
+
+    #[test]
+    fn a_rejected_token_is_not_trained_and_makes_no_other_heavier() {
+        let mut samples = Samples {
+            samples: vec![sample("a", "g", 1.0, &[2]), sample("b", "g", 0.0, &[2])],
+            limits: LimitCounts::default(),
+        };
+        let corrected = |rejected: [bool; 3]| Measured {
+            old_log_probs: Some(vec![0.0, -0.7, -0.6]),
+            ref_log_probs: None,
+            corrected: Some(CorrectedRow { weights: vec![1.0, 0.8, 0.9], rejected: rejected.to_vec() }),
+        };
+        samples.samples[0].rows[0].measured = corrected([false, true, false]);
+        samples.samples[1].rows[0].measured = corrected([false, true, true]);
+        let advantages = samples.advantages(&AlgorithmConfig::default());
+        let rows = samples.rows(&[0, 1], &advantages, &ActorConfig::default());
+        assert_eq!(rows.len(), 1, "a row of which nothing is left is not computed");
+        assert_eq!(rows[0].mask, [false, false, true]);
+        assert!((rows[0].weights[2] - 0.25).abs() < 1e-7, "two rollouts of two tokens");
+        assert_eq!(rows[0].old_log_probs, [0.0, -0.7, -0.6]);
+        assert_eq!(rows[0].importance_weights, Some(vec![1.0, 0.8, 0.9]));
+    }
+
+    #[test]
+    fn what_a_rollout_pays_for_its_distance_comes_off_its_reward_before_the_baseline() {
+        let mut samples = Samples {
+            samples: vec![sample("a", "g", 1.0, &[2]), sample("b", "g", 0.0, &[2])],
+            limits: LimitCounts::default(),
+        };
+        samples.samples[0].kl_penalty = 0.4;
+        let algorithm = AlgorithmConfig { adv_estimator: agl_core::credit::Estimator::GrpoNoStd, ..Default::default() };
+        let values = samples.advantages(&algorithm).values;
+        assert!((values[0].unwrap() - 0.3).abs() < 1e-12 && (values[1].unwrap() + 0.3).abs() < 1e-12);
     }
 }

@@ -12,6 +12,9 @@ pub enum LossAggregation {
     TokenMean,
     /// Eq. 15: `1/ΣN · Σ_{ρ,j} (Σ_t ℓ / L_{ρ,j})`, rollouts with more rows weigh more.
     SeqMeanTokenMean,
+    /// Dr. GRPO: `1/ΣN · Σ_{ρ,j} (Σ_t ℓ / C)` with a constant `C` in place of the row's length, so that a row's length changes
+    /// nothing about the weight of its tokens.
+    SeqMeanTokenSumNorm,
     /// Eq. 16: `1/R · Σ_ρ (Σ_{j,t} ℓ / Σ_j L_{ρ,j})`, each of the `R` *rollouts* of the update weighs the same.
     #[default]
     RolloutMean,
@@ -26,10 +29,11 @@ pub struct RowTokens {
     pub trained: usize,
 }
 
-/// For each row the weight that each of its trained tokens gets. The weights of all trained tokens of an update sum to 1
-/// (rows without trained tokens count for nothing).
+/// For each row the weight that each of its trained tokens gets; rows without trained tokens count for nothing. The weights of
+/// all trained tokens of an update sum to 1, except those of [`LossAggregation::SeqMeanTokenSumNorm`], whose constant `C` is
+/// `loss_scale_factor`; the others do not look at it.
 #[must_use]
-pub fn token_weights(rows: &[RowTokens], aggregation: LossAggregation) -> Vec<f64> {
+pub fn token_weights(rows: &[RowTokens], aggregation: LossAggregation, loss_scale_factor: f64) -> Vec<f64> {
     let rows_with_tokens = rows.iter().filter(|row| row.trained > 0).count() as f64;
     let total: usize = rows.iter().map(|row| row.trained).sum();
     let mut per_rollout: BTreeMap<usize, usize> = BTreeMap::new();
@@ -41,6 +45,7 @@ pub fn token_weights(rows: &[RowTokens], aggregation: LossAggregation) -> Vec<f6
             _ if row.trained == 0 => 0.0,
             LossAggregation::TokenMean => 1.0 / total as f64,
             LossAggregation::SeqMeanTokenMean => 1.0 / (rows_with_tokens * row.trained as f64),
+            LossAggregation::SeqMeanTokenSumNorm => 1.0 / (rows_with_tokens * loss_scale_factor),
             LossAggregation::RolloutMean => 1.0 / (per_rollout.len() as f64 * per_rollout[&row.rollout] as f64),
         })
         .collect()
@@ -56,7 +61,7 @@ mod tests {
 
     fn shares(rows: &[(usize, usize)], aggregation: LossAggregation) -> Vec<f64> {
         let rows: Vec<_> = rows.iter().map(|&(rollout, trained)| RowTokens { rollout, trained }).collect();
-        let weights = token_weights(&rows, aggregation);
+        let weights = token_weights(&rows, aggregation, 1.0);
         let mut shares = vec![0.0; rows.iter().map(|row| row.rollout + 1).max().unwrap_or(0)];
         for (row, weight) in rows.iter().zip(weights) {
             shares[row.rollout] += weight * row.trained as f64;
@@ -84,10 +89,17 @@ mod tests {
     }
 
     #[test]
+    fn seq_mean_token_sum_norm_divides_by_a_constant_whatever_the_length() {
+        let rows: Vec<_> = ROWS.iter().map(|&(rollout, trained)| RowTokens { rollout, trained }).collect();
+        let weights = token_weights(&rows, LossAggregation::SeqMeanTokenSumNorm, 200.0);
+        assert_eq!(weights, [1.0 / (6.0 * 200.0); 6]);
+    }
+
+    #[test]
     fn the_longest_call_of_a_rollout_gets_its_share_of_the_rollouts_tokens() {
         let calls = [(0, 40), (0, 12), (0, 90), (0, 18)];
         let rows: Vec<_> = calls.iter().map(|&(rollout, trained)| RowTokens { rollout, trained }).collect();
-        let weights = token_weights(&rows, LossAggregation::RolloutMean);
+        let weights = token_weights(&rows, LossAggregation::RolloutMean, 1.0);
         assert!((weights[2] * 90.0 - 0.5625).abs() < 1e-12);
     }
 

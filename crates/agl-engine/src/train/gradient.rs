@@ -3,8 +3,8 @@
 use burn::tensor::Tensor;
 
 use super::head;
-use super::loss::{TokenInput, TokenLoss, token_loss};
-use super::rows::{TrainRow, micro_batches, padded};
+use super::loss::{TokenLoss, needs_whole_rows, share_row_ratio, token_loss};
+use super::rows::{MaskedRow, TrainRow, micro_batches, padded};
 use crate::config::LossConfig;
 use crate::kernels::log_prob::{TokenGradient, TokenStats};
 use crate::model::forward::{Decoder, index};
@@ -16,11 +16,13 @@ pub(crate) struct TokenSums {
     pub loss: f64,
     pub trained: usize,
     pub clipped: usize,
+    pub bounded: usize,
     /// Σ (r − 1 − log r), the k3 estimator of KL(π_old ‖ π).
     pub kl: f64,
     pub ratio: f64,
+    pub ratio_square: f64,
     pub ratio_max: f64,
-    pub tis: f64,
+    pub ref_kl: f64,
     pub entropy: f64,
 }
 
@@ -29,10 +31,12 @@ impl TokenSums {
         self.loss += token.loss;
         self.trained += 1;
         self.clipped += usize::from(token.clipped);
+        self.bounded += usize::from(token.bounded);
         self.kl += token.ratio - 1.0 - token.ratio.ln();
         self.ratio += token.ratio;
+        self.ratio_square += token.ratio * token.ratio;
         self.ratio_max = self.ratio_max.max(token.ratio);
-        self.tis += token.tis;
+        self.ref_kl += token.ref_kl;
         self.entropy += f64::from(stats.entropy);
     }
 }
@@ -45,12 +49,30 @@ pub(crate) fn accumulate(
     loss: &LossConfig,
     micro_batch_tokens: usize,
 ) -> (Vec<Tensor<2>>, TokenSums) {
+    // A row without a trained token would cost a pass and change nothing.
+    let lengths: Vec<usize> = rows.iter().map(trained_length).collect();
+    accumulate_groups(decoder, weights, rows, loss, &micro_batches(&lengths, micro_batch_tokens))
+}
+
+/// Up to the last trained token: what follows it changes nothing.
+fn trained_length(row: &TrainRow) -> usize {
+    row.trained().last().map_or(0, |last| last + 1)
+}
+
+/// [`accumulate`] with the micro-batches given, as indexes of rows that have trained tokens. The sums do not depend on them but
+/// for rounding: weights are normalised over the whole update, and a row is never divided.
+pub(super) fn accumulate_groups(
+    decoder: &Decoder,
+    weights: &Weights,
+    rows: &[TrainRow],
+    loss: &LossConfig,
+    groups: &[Vec<usize>],
+) -> (Vec<Tensor<2>>, TokenSums) {
     let mut total: Vec<Option<Tensor<2>>> = vec![None; weights.tensors.len()];
     let mut sums = TokenSums::default();
-    // A row without a trained token would cost a pass and change nothing; what follows the last trained token neither.
-    let lengths: Vec<usize> = rows.iter().map(|row| row.trained().last().map_or(0, |last| last + 1)).collect();
-    for group in micro_batches(&lengths, micro_batch_tokens) {
-        let batch: Vec<(&TrainRow, usize)> = group.iter().map(|row| (&rows[*row], lengths[*row])).collect();
+    for group in groups {
+        let batch: Vec<(&TrainRow, usize)> =
+            group.iter().map(|row| (&rows[*row], trained_length(&rows[*row]))).collect();
         micro_batch(decoder, weights, &batch, loss, &mut total, &mut sums);
     }
     let gradients = total.into_iter().zip(&weights.tensors).map(|(g, w)| g.unwrap_or_else(|| w.zeros_like())).collect();
@@ -75,24 +97,29 @@ fn micro_batch(
         for at in row.trained() {
             sources.push((i * len + at - 1) as u32);
             targets.push(row.ids[at]);
-            tokens.push(TokenInput {
-                weight: f64::from(row.weights[at]),
-                advantage: f64::from(row.advantages[at]),
-                old_log_prob: f64::from(row.old_log_probs[at]),
-                rollout_log_prob: row.rollout_log_probs.as_ref().map(|values| f64::from(values[at])),
-            });
+            tokens.push(row.token(at));
         }
     }
     let tracked = weights.tracked();
     let hidden =
         decoder.padded(&tracked, &ids, batch.len(), len, |_, _| {}).select(0, index(&sources, &weights.device()));
-    let head =
-        head::forward_backward(decoder, weights, &hidden.clone().inner(), &targets, loss.temperature, |i, stats| {
-            let token = token_loss(f64::from(stats.log_prob), tokens[i], loss);
-            let bonus = loss.entropy_coeff * tokens[i].weight;
-            sums.add(&TokenLoss { loss: token.loss - bonus * f64::from(stats.entropy), ..token }, stats);
-            TokenGradient { log_prob: token.slope as f32, entropy: -bonus as f32 }
-        });
+    let states = hidden.clone().inner();
+    if needs_whole_rows(loss) {
+        // Once through the output layer for the ratios of the rows, before the first slope is asked for.
+        let mut now = head::forward(decoder, weights, &states, &targets, loss.temperature).into_iter();
+        let mut rest = tokens.as_mut_slice();
+        for (row, _) in batch {
+            let (own, others) = rest.split_at_mut(row.trained().count());
+            share_row_ratio(own, now.by_ref().take(own.len()).map(|stats| f64::from(stats.log_prob)));
+            rest = others;
+        }
+    }
+    let head = head::forward_backward(decoder, weights, &states, &targets, loss.temperature, |i, stats| {
+        let token = token_loss(f64::from(stats.log_prob), tokens[i], loss);
+        let bonus = loss.entropy_coeff * tokens[i].weight;
+        sums.add(&TokenLoss { loss: token.loss - bonus * f64::from(stats.entropy), ..token }, stats);
+        TokenGradient { log_prob: token.slope as f32, entropy: -bonus as f32 }
+    });
     // The gradient of Σ hidden · g with respect to hidden is g: this enters the graph with ∂L/∂hidden.
     let mut grads = (hidden * head.hidden.autodiff()).sum().backward();
     for (sum, leaf) in total.iter_mut().zip(&tracked.tensors) {
@@ -110,34 +137,31 @@ fn add(sum: &mut Option<Tensor<2>>, part: Tensor<2>) {
     });
 }
 
-/// log π of every token of every row given what precedes it (0 at position 0), without a gradient.
+/// log π of the tokens asked for given what precedes them (0 elsewhere), without a gradient.
 pub(crate) fn log_probs(
     decoder: &Decoder,
     weights: &Weights,
-    rows: &[Vec<u32>],
+    rows: &[MaskedRow],
     temperature: f32,
     micro_batch_tokens: usize,
 ) -> Vec<Vec<f32>> {
-    let mut result: Vec<Vec<f32>> = rows.iter().map(|ids| vec![0.0; ids.len()]).collect();
-    let lengths: Vec<usize> = rows.iter().map(Vec::len).collect();
+    let mut result: Vec<Vec<f32>> = rows.iter().map(|row| vec![0.0; row.ids.len()]).collect();
+    let lengths: Vec<usize> = rows.iter().map(|row| row.asked().last().map_or(0, |last| last + 1)).collect();
     for group in micro_batches(&lengths, micro_batch_tokens) {
-        let batch: Vec<&[u32]> = group.iter().map(|row| rows[*row].as_slice()).collect();
+        let batch: Vec<&[u32]> = group.iter().map(|row| &rows[*row].ids[..lengths[*row]]).collect();
         let (ids, len) = padded(&batch);
         let mut sources = Vec::new();
         let mut targets = Vec::new();
-        for (i, row) in batch.iter().enumerate() {
-            sources.extend((1..row.len()).map(|at| (i * len + at - 1) as u32));
-            targets.extend_from_slice(&row[1..]);
-        }
-        if targets.is_empty() {
-            continue;
+        for (i, row) in group.iter().enumerate() {
+            sources.extend(rows[*row].asked().map(|at| (i * len + at - 1) as u32));
+            targets.extend(rows[*row].asked().map(|at| rows[*row].ids[at]));
         }
         let hidden =
             decoder.padded(weights, &ids, batch.len(), len, |_, _| {}).select(0, index(&sources, &weights.device()));
         let mut stats = head::forward(decoder, weights, &hidden, &targets, temperature).into_iter();
         for row in &group {
-            for (value, stats) in result[*row].iter_mut().skip(1).zip(&mut stats) {
-                *value = stats.log_prob;
+            for (at, stats) in rows[*row].asked().zip(&mut stats) {
+                result[*row][at] = stats.log_prob;
             }
         }
     }

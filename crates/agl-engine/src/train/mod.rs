@@ -13,4 +13,6 @@ pub(crate) mod loss;
 pub(crate) mod rows;
 
 #[cfg(test)]
+mod equivalence;
+#[cfg(test)]
 mod gradient_check;

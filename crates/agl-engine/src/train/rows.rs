@@ -1,5 +1,6 @@
 //! Training rows and their grouping into micro-batches.
 
+use super::loss::TokenInput;
 use crate::EngineError;
 
 /// One training row: a token sequence with what the loss needs per position. All vectors have the length of `ids`.
@@ -17,9 +18,40 @@ pub struct TrainRow {
     pub advantages: Vec<f32>,
     /// log π_old of the token: the denominator of the ratio.
     pub old_log_probs: Vec<f32>,
-    /// log π_rollout as recorded at sampling, where `old_log_probs` were recomputed since; `None` when the recorded ones
-    /// *are* the old ones, in which case every truncated importance weight is 1.
-    pub rollout_log_probs: Option<Vec<f32>>,
+    /// Constant factor of the token's policy loss, such as π_old/π_rollout where the two differ; 1 everywhere if `None`.
+    pub importance_weights: Option<Vec<f32>>,
+    /// log π_ref of the token, where the loss has a divergence from the reference policy.
+    pub ref_log_probs: Option<Vec<f32>>,
+}
+
+/// A row whose log-probs are asked for where `mask` is true. Position 0 has none: nothing predicts it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MaskedRow {
+    /// Token ids.
+    pub ids: Vec<u32>,
+    /// Parallel to `ids`.
+    pub mask: Vec<bool>,
+}
+
+impl MaskedRow {
+    /// A row of which every token is asked for.
+    #[must_use]
+    pub fn whole(ids: Vec<u32>) -> Self {
+        Self { mask: vec![true; ids.len()], ids }
+    }
+
+    /// The positions asked for.
+    pub(crate) fn asked(&self) -> impl Iterator<Item = usize> + '_ {
+        (1..self.ids.len()).filter(|at| self.mask[*at])
+    }
+
+    pub(crate) fn check(&self, row: usize, vocab: usize, max_len: usize) -> Result<(), EngineError> {
+        if self.mask.len() != self.ids.len() {
+            let what = format!("`mask` has {} entries, but `ids` has {}", self.mask.len(), self.ids.len());
+            return Err(EngineError::Row { row, what });
+        }
+        check_ids(row, &self.ids, vocab, max_len)
+    }
 }
 
 impl TrainRow {
@@ -33,13 +65,26 @@ impl TrainRow {
             weights: vec![weight; len],
             advantages: vec![1.0; len],
             old_log_probs: vec![0.0; len],
-            rollout_log_probs: None,
+            importance_weights: None,
+            ref_log_probs: None,
         }
     }
 
     /// The positions that contribute to the loss.
     pub(crate) fn trained(&self) -> impl Iterator<Item = usize> + '_ {
         (1..self.ids.len()).filter(|at| self.mask[*at] && self.weights[*at] != 0.0)
+    }
+
+    /// What the loss needs to know of the token at a trained position.
+    pub(crate) fn token(&self, at: usize) -> TokenInput {
+        TokenInput {
+            weight: f64::from(self.weights[at]),
+            advantage: f64::from(self.advantages[at]),
+            old_log_prob: f64::from(self.old_log_probs[at]),
+            importance: self.importance_weights.as_ref().map_or(1.0, |values| f64::from(values[at])),
+            ref_log_prob: self.ref_log_probs.as_ref().map(|values| f64::from(values[at])),
+            row_log_ratio: 0.0,
+        }
     }
 
     pub(crate) fn check(&self, row: usize, vocab: usize, max_len: usize) -> Result<(), EngineError> {
@@ -50,7 +95,8 @@ impl TrainRow {
             ("weights", self.weights.len()),
             ("advantages", self.advantages.len()),
             ("old_log_probs", self.old_log_probs.len()),
-            ("rollout_log_probs", self.rollout_log_probs.as_ref().map_or(len, Vec::len)),
+            ("importance_weights", self.importance_weights.as_ref().map_or(len, Vec::len)),
+            ("ref_log_probs", self.ref_log_probs.as_ref().map_or(len, Vec::len)),
         ];
         for (name, found) in lengths {
             if found != len {
@@ -59,12 +105,13 @@ impl TrainRow {
         }
         check_ids(row, &self.ids, vocab, max_len)?;
         for at in self.trained() {
-            let rollout = self.rollout_log_probs.as_ref().map_or(0.0, |values| values[at]);
+            let optional = |values: &Option<Vec<f32>>| values.as_ref().map_or(0.0, |values| values[at]);
             let values = [
                 ("weights", self.weights[at]),
                 ("advantages", self.advantages[at]),
                 ("old_log_probs", self.old_log_probs[at]),
-                ("rollout_log_probs", rollout),
+                ("importance_weights", optional(&self.importance_weights)),
+                ("ref_log_probs", optional(&self.ref_log_probs)),
             ];
             if let Some((name, value)) = values.into_iter().find(|(_, value)| !value.is_finite()) {
                 return wrong(format!("`{name}` is {value} at trained position {at}"));

@@ -28,7 +28,8 @@ struct Row {
     weights: Vec<f32>,
     advantages: Vec<f32>,
     old_log_probs: Vec<f32>,
-    rollout_log_probs: Vec<f32>,
+    importance_weights: Vec<f32>,
+    ref_log_probs: Vec<f32>,
 }
 
 #[derive(Deserialize)]
@@ -59,7 +60,8 @@ fn train_rows(rows: &[Row]) -> Vec<TrainRow> {
         result.weights = row.weights.clone();
         result.advantages = row.advantages.clone();
         result.old_log_probs = row.old_log_probs.clone();
-        result.rollout_log_probs = Some(row.rollout_log_probs.clone());
+        result.importance_weights = Some(row.importance_weights.clone());
+        result.ref_log_probs = Some(row.ref_log_probs.clone());
         result
     };
     rows.iter().map(row).collect()

@@ -1,6 +1,6 @@
 //! Optimiser steps.
 
-use agl_engine::{Engine, EngineConfig, EngineError, LossConfig, LossKind, OptimConfig, TrainRow};
+use agl_engine::{Engine, EngineConfig, EngineError, LossConfig, LossKind, MaskedRow, OptimConfig, TrainRow};
 
 use super::fixture::{dir, engine};
 
@@ -84,7 +84,7 @@ fn statistics_count_tokens_and_describe_the_ratio() {
     let mut row = TrainRow::supervised(vec![1, 2, 3, 4], vec![true, true, false, true], 0.5);
     let log_probs = engine.log_probs(&[row.ids.clone()], 1.0).unwrap().remove(0);
     row.old_log_probs = vec![0.0, log_probs[1], 0.0, log_probs[3] - 0.5];
-    row.rollout_log_probs = Some(vec![0.0, log_probs[1] - 5.0, 0.0, log_probs[3] - 0.5]);
+    row.importance_weights = Some(vec![1.0, 2.0, 1.0, 1.0]);
     let stats =
         engine.update(&[row], &LossConfig::default(), &OptimConfig { lr: 0.0, ..OptimConfig::default() }).unwrap();
     let r = 0.5f64.exp();
@@ -93,7 +93,7 @@ fn statistics_count_tokens_and_describe_the_ratio() {
     assert!((stats.ratio_max - r).abs() < 1e-5);
     assert!((stats.clip_fraction - 0.5).abs() < 1e-9);
     assert!((stats.approx_kl - (r - 1.0 - 0.5) / 2.0).abs() < 1e-5);
-    assert!((stats.tis_mean - (2.0 + 1.0) / 2.0).abs() < 1e-9, "the first weight is cut at 2");
+    assert!((stats.ratio_ess - (1.0 + r).powi(2) / (2.0 * (1.0 + r * r))).abs() < 1e-5);
     assert!(stats.entropy > 0.0 && stats.entropy < 128f64.ln());
     assert!((stats.loss - 0.5 * (-2.0 - 1.2)).abs() < 1e-5);
 }
@@ -134,4 +134,68 @@ fn settings_out_of_range_name_the_key() {
     assert_eq!(error.to_string(), "engine setting `clip_ratio_c` is 0.5, but it must be greater than 1");
     let optim = OptimConfig { lr: f64::NAN, ..OptimConfig::default() };
     assert!(engine.update(&rows(), &LossConfig::default(), &optim).unwrap_err().to_string().contains("`lr` is NaN"));
+}
+
+#[test]
+fn the_reference_stays_as_it_was_while_the_policy_learns() {
+    let engine = engine("qwen3-tied");
+    let rows: Vec<MaskedRow> = rows().into_iter().map(|row| MaskedRow { ids: row.ids, mask: row.mask }).collect();
+    let error = engine.reference_log_probs(&rows, 1.0).unwrap_err();
+    assert!(matches!(error, EngineError::NoReference));
+    engine.keep_reference();
+    let before = engine.masked_log_probs(&rows, 1.0).unwrap();
+    logits_after(&engine, &self::rows(), &LossConfig { kind: LossKind::Sft, ..LossConfig::default() }, 2);
+    assert_eq!(engine.reference_log_probs(&rows, 1.0).unwrap(), before);
+    assert_ne!(engine.masked_log_probs(&rows, 1.0).unwrap(), before);
+    engine.keep_reference();
+    assert_ne!(engine.reference_log_probs(&rows, 1.0).unwrap(), before);
+    engine.load_reference(&dir("qwen3-tied")).unwrap();
+    assert_eq!(engine.reference_log_probs(&rows, 1.0).unwrap(), before);
+}
+
+#[test]
+fn log_probs_of_some_tokens_are_those_of_all_and_zero_elsewhere() {
+    let engine = engine("qwen3-untied");
+    let rows = rows();
+    let whole = engine.log_probs(&rows.iter().map(|row| row.ids.clone()).collect::<Vec<_>>(), 0.7).unwrap();
+    let masked: Vec<MaskedRow> =
+        rows.iter().map(|row| MaskedRow { ids: row.ids.clone(), mask: row.mask.clone() }).collect();
+    for (row, (some, all)) in rows.iter().zip(engine.masked_log_probs(&masked, 0.7).unwrap().iter().zip(&whole)) {
+        for (at, &asked) in row.mask.iter().enumerate() {
+            let expected = if asked && at > 0 { all[at] } else { 0.0 };
+            assert!((some[at] - expected).abs() < 1e-5, "position {at}: {} instead of {expected}", some[at]);
+        }
+    }
+}
+
+#[test]
+fn a_divergence_loss_alone_brings_the_policy_back_to_its_reference() {
+    let engine = engine("qwen3-tied");
+    engine.keep_reference();
+    logits_after(&engine, &rows(), &LossConfig { kind: LossKind::Sft, ..LossConfig::default() }, 5);
+    let mut rows = rows();
+    let asked: Vec<MaskedRow> =
+        rows.iter().map(|row| MaskedRow { ids: row.ids.clone(), mask: row.mask.clone() }).collect();
+    let loss = LossConfig { kl_loss_coef: 1.0, ..LossConfig::default() };
+    let mut distances = Vec::new();
+    // The first steps still go on with the momentum of what was learnt.
+    for _ in 0..30 {
+        let old = engine.masked_log_probs(&asked, 1.0).unwrap();
+        let reference = engine.reference_log_probs(&asked, 1.0).unwrap();
+        for ((row, old), reference) in rows.iter_mut().zip(old).zip(reference) {
+            row.advantages.fill(0.0);
+            row.old_log_probs = old;
+            row.ref_log_probs = Some(reference);
+        }
+        let optim = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
+        distances.push(engine.update(&rows, &loss, &optim).unwrap().ref_kl);
+    }
+    assert!(distances[0] > 0.0 && distances[29] < 0.5 * distances[0], "{distances:?}");
+}
+
+#[test]
+fn a_divergence_without_a_reference_is_refused() {
+    let loss = LossConfig { kl_loss_coef: 0.1, ..LossConfig::default() };
+    let error = engine("qwen3-tied").update(&rows(), &loss, &OptimConfig::default()).unwrap_err().to_string();
+    assert_eq!(error, "training row 0: `ref_log_probs` is missing, but the loss has a `kl_loss_coef` above 0");
 }
