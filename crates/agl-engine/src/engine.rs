@@ -377,7 +377,7 @@ impl Engine {
     /// A request out of range, a prompt too long, or a sampler that has stopped.
     pub async fn generate(&self, request: GenerateRequest) -> Result<GenerateOutput, EngineError> {
         let inner = &self.inner;
-        request.sampling.check()?;
+        request.sampling.check(inner.shared.decoder.config.vocab_size)?;
         let limit = self.check_prompt(&request.prompt)?;
         let limit = request.sampling.max_tokens.unwrap_or(limit).min(limit);
         let seed = request.sampling.seed.unwrap_or_else(|| {

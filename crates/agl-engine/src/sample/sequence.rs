@@ -3,6 +3,7 @@
 use rand_chacha::ChaCha8Rng;
 use tokio::sync::oneshot;
 
+use super::adjust::Adjustment;
 use super::pick::{Pick, pick};
 use super::request::{FinishReason, GenerateOutput, GenerateRequest, StopReason};
 use crate::EngineError;
@@ -27,6 +28,7 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    adjustment: Option<Adjustment>,
     pub(super) fn new(request: GenerateRequest, rng: ChaCha8Rng, limit: usize, slot: usize, reply: Reply) -> Self {
         Self {
             request,
@@ -41,6 +43,7 @@ impl Sequence {
             end: None,
         }
     }
+            adjustment: Adjustment::new(&request.sampling, &request.prompt),
 
     pub(super) fn prompt(&self) -> &[u32] {
         &self.request.prompt
@@ -57,7 +60,11 @@ impl Sequence {
 
     /// Draws the next token from its logits and decides whether it is the last.
     pub(super) fn advance(&mut self, logits: &[f32], version: u64, tokenizer: &ChatTokenizer) {
-        let Pick { id, log_prob, top } = pick(logits, &self.request.sampling, &mut self.rng);
+        let adjusted = self.adjustment.as_ref().map(|adjustment| adjustment.apply(logits));
+        let Pick { id, log_prob, top } = pick(logits, adjusted.as_deref(), &self.request.sampling, &mut self.rng);
+        if let Some(adjustment) = &mut self.adjustment {
+            adjustment.count(id);
+        }
         self.ids.push(id);
         self.log_probs.push(log_prob);
         self.top.push(top);

@@ -211,7 +211,15 @@ async fn wrong_requests_are_answered_in_openais_shape_with_the_field_at_fault() 
         (json!({"messages": user, "stop": [1]}), "stop", "a string or a list of strings"),
         (json!({"messages": user, "response_format": {"type": "json_object"}}), "response_format", "not supported"),
         (json!({"messages": user, "tools": tools(), "tool_choice": "required"}), "tool_choice", "\"auto\" or \"none\""),
-        (json!({"messages": user, "presence_penalty": 0.5}), "presence_penalty", "not supported"),
+        (json!({"messages": user, "presence_penalty": 3}), "presence_penalty", "from -2 to 2"),
+        (json!({"messages": user, "frequency_penalty": -3}), "frequency_penalty", "from -2 to 2"),
+        (json!({"messages": user, "repetition_penalty": 0}), "repetition_penalty", "above 0"),
+        (json!({"messages": user, "min_p": 2}), "min_p", "from 0 to 1"),
+        (json!({"messages": user, "logit_bias": {"5": 101}}), "logit_bias", "101 for token id 5"),
+        (json!({"messages": user, "logit_bias": {"128": 1}}), "logit_bias", "there are 128"),
+        (json!({"messages": user, "logit_bias": {"five": 1}}), "logit_bias", "\"five\" is not a token id"),
+        (json!({"messages": user, "logit_bias": {"5": "high"}}), "logit_bias", "token id 5 is not a number"),
+        (json!({"messages": user, "best_of": 2}), "best_of", "not supported"),
         (json!({"messages": []}), "messages", "at least one"),
         (json!({"messages": [{"content": "a"}]}), "messages[0].role", "must be a string"),
         (
@@ -253,3 +261,19 @@ async fn a_client_that_hangs_up_frees_its_place_in_the_batch() {
     let sampled = engine.sampler_totals().sampled_tokens;
     assert!(sampled < 9_000, "{sampled} tokens were sampled, so the abandoned request was served to its end");
 }
+    assert_eq!(error["param"], "prompt");
+    let long = json!([{"role": "user", "content": "a ".repeat(600)}]);
+    let error = refused(address, "chat/completions", json!({"messages": long})).await;
+    assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("messages")));
+    let tokens: u64 = error["message"]
+        .as_str()
+        .unwrap()
+        .split("the prompt has ")
+        .nth(1)
+        .unwrap()
+        .split(' ')
+        .next()
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!(tokens > 600 && error["message"].as_str().unwrap().contains("512"), "{error}");
