@@ -14,6 +14,12 @@ pub struct EngineConfig {
     pub max_model_len: Option<usize>,
     /// Sequences decoded together; more wait.
     pub max_batch_size: usize,
+    /// Prompts that begin like a finished or a running sequence take its keys and values over instead of computing them again:
+    /// the next turn of a rollout, the siblings of a group. What one policy computed is not used under the next.
+    pub enable_prefix_caching: bool,
+    /// Tokens that finished sequences may take up in the cache. Each takes up as much as the longest sequence needs, and those
+    /// longest not of use go first. As many as 1 GiB holds if absent.
+    pub prefix_cache_tokens: Option<usize>,
     /// Prompt tokens processed between two decoding steps, so that long prompts do not stall running answers for long.
     pub max_prefill_tokens: usize,
     /// Tokens (padding included) of one training micro-batch; bounds the memory of an update. On a CPU small ones are also
@@ -29,6 +35,8 @@ impl Default for EngineConfig {
             served_model_name: None,
             max_model_len: None,
             max_batch_size: 64,
+            enable_prefix_caching: true,
+            prefix_cache_tokens: None,
             max_prefill_tokens: 2048,
             micro_batch_tokens: 1024,
             seed: 0,
@@ -41,10 +49,19 @@ impl EngineConfig {
         at_least_one("max_batch_size", self.max_batch_size)?;
         at_least_one("max_prefill_tokens", self.max_prefill_tokens)?;
         at_least_one("micro_batch_tokens", self.micro_batch_tokens)?;
+        if let Some(tokens) = self.prefix_cache_tokens {
+            at_least_one("prefix_cache_tokens", tokens)?;
+        }
         if let Some(len) = self.max_model_len {
             at_least_one("max_model_len", len)?;
         }
         Ok(())
+    }
+
+    /// Tokens that finished sequences may take up, 0 for none; a token takes up `bytes`.
+    pub(crate) fn prefix_tokens(&self, bytes: usize) -> usize {
+        const DEFAULT_BYTES: usize = 1 << 30;
+        if self.enable_prefix_caching { self.prefix_cache_tokens.unwrap_or(DEFAULT_BYTES / bytes.max(1)) } else { 0 }
     }
 }
 

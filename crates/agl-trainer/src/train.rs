@@ -278,6 +278,7 @@ impl Trainer {
 
         // Sample: `train_batch_size` groups of `n` siblings; a group is consumed only whole.
         let sampling = Instant::now();
+        let sampler_before = self.engine.sampler_totals();
         let data = &self.settings.data;
         let tasks = self.train_tasks.batch(step, data.train_batch_size, data.shuffle, self.settings.trainer.seed);
         let launch = Launch {
@@ -300,6 +301,7 @@ impl Trainer {
             .await?;
         metrics.set("timing/sampling_seconds", sampling.elapsed().as_secs_f64());
         describe::rollouts(&mut metrics, &collected, &self.engine);
+        describe::sampler(&mut metrics, sampler_before, self.engine.sampler_totals());
 
         // Credit: one advantage per rollout, from its group.
         let consumed: Vec<String> = collected.iter().map(|rollout| rollout.rollout.rollout_id.clone()).collect();

@@ -9,13 +9,20 @@ use super::{rows_per_block, simd};
 
 /// Replaces each row of scores (length `len`) by softmax(scores · scale) over the columns it may see.
 pub(crate) fn causal(scores: &mut [f32], len: usize, scale: f32) {
+    suffix(scores, len, len, scale);
+}
+
+/// The same where only the last `queries` of the `len` positions ask: row r may look at columns 0 ..= len − queries + r mod
+/// `queries`.
+pub(crate) fn suffix(scores: &mut [f32], len: usize, queries: usize, scale: f32) {
+    let known = len - queries;
     let rows = rows_per_block(len);
     scores.par_chunks_mut(rows * len).enumerate().for_each(|(block, scores)| {
         simd::vectorised(
             #[inline(always)]
             || {
                 for (row, scores) in scores.chunks_exact_mut(len).enumerate() {
-                    let (seen, hidden) = scores.split_at_mut((block * rows + row) % len + 1);
+                    let (seen, hidden) = scores.split_at_mut(known + (block * rows + row) % queries + 1);
                     let peak = simd::max(seen);
                     let inverse = 1.0 / simd::exp_in_place(seen, peak, scale);
                     seen.iter_mut().for_each(|p| *p *= inverse);

@@ -8,6 +8,7 @@
 
 pub(crate) mod cache;
 pub(crate) mod config;
+pub(crate) mod extend;
 pub(crate) mod forward;
 pub(crate) mod rope;
 pub(crate) mod weights;

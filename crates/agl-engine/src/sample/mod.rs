@@ -7,6 +7,7 @@
 
 mod adjust;
 pub(crate) mod pick;
+mod prefixes;
 pub(crate) mod request;
 pub(crate) mod sampler;
 mod sequence;

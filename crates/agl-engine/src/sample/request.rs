@@ -146,4 +146,6 @@ pub struct GenerateOutput {
     pub finish_reason: FinishReason,
     /// What ended it, beyond the model's own end tokens.
     pub stop_reason: Option<StopReason>,
+    /// Tokens of the prompt that were not processed, because another sequence had begun with them under the same policy.
+    pub cached_tokens: usize,
 }

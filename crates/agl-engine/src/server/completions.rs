@@ -94,7 +94,7 @@ pub(super) async fn create(State(engine): State<Engine>, body: Bytes) -> Result<
         "created": created(),
         "model": engine.model_name(),
         "choices": choices,
-        "usage": usage(prompts.iter().map(Vec::len).sum(), &outputs),
+        "usage": usage(prompts.iter().map(Vec::len).sum(), n, &outputs),
         "policy_version": engine.policy_version(),
     })))
 }
