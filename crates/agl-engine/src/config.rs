@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::EngineError;
+use crate::train::schedule::LrSchedulerType;
 
 /// How the engine samples and how much it computes at once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -144,8 +145,16 @@ pub(crate) fn check_training_temperature(temperature: f32) -> Result<(), EngineE
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimConfig {
-    /// Learning rate.
+    /// Learning rate, at its highest.
     pub lr: f64,
+    /// `"constant"` or `"cosine"`: what it does after the warm-up.
+    pub lr_scheduler_type: LrSchedulerType,
+    /// Training steps (not updates) over which it rises linearly from 0. Below 0: `lr_warmup_steps_ratio` says how many.
+    pub lr_warmup_steps: i64,
+    /// Share of the run's steps over which it rises, where `lr_warmup_steps` is below 0.
+    pub lr_warmup_steps_ratio: f64,
+    /// The share of `lr` that a cosine falls to.
+    pub min_lr_ratio: f64,
     /// Decay of the running means of the gradient and of its square.
     pub betas: [f64; 2],
     /// Added to the denominator.
@@ -154,13 +163,21 @@ pub struct OptimConfig {
     pub weight_decay: f64,
     /// The gradient's global norm is scaled down to this; 0 turns it off.
     pub grad_clip: f64,
-    /// Updates over which the learning rate rises linearly from 0.
-    pub lr_warmup_steps: u64,
 }
 
 impl Default for OptimConfig {
     fn default() -> Self {
-        Self { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_clip: 1.0, lr_warmup_steps: 0 }
+        Self {
+            lr: 1e-6,
+            lr_scheduler_type: LrSchedulerType::default(),
+            lr_warmup_steps: -1,
+            lr_warmup_steps_ratio: 0.0,
+            min_lr_ratio: 0.0,
+            betas: [0.9, 0.999],
+            eps: 1e-8,
+            weight_decay: 0.0,
+            grad_clip: 1.0,
+        }
     }
 }
 
@@ -176,11 +193,10 @@ impl OptimConfig {
         }
         in_range("eps", self.eps, self.eps > 0.0, "greater than 0")?;
         in_range("weight_decay", self.weight_decay, self.weight_decay >= 0.0, "0 or more")?;
+        for (key, ratio) in [("lr_warmup_steps_ratio", self.lr_warmup_steps_ratio), ("min_lr_ratio", self.min_lr_ratio)]
+        {
+            in_range(key, ratio, (0.0..=1.0).contains(&ratio), "in [0, 1]")?;
+        }
         in_range("grad_clip", self.grad_clip, self.grad_clip >= 0.0, "0 or more")
-    }
-
-    /// Learning rate of the update numbered `step`, the first being 1.
-    pub(crate) fn lr_at(&self, step: u64) -> f64 {
-        if step < self.lr_warmup_steps { self.lr * step as f64 / self.lr_warmup_steps as f64 } else { self.lr }
     }
 }

@@ -260,6 +260,8 @@ impl Engine {
     /// One optimiser step over `rows`: gradients of micro-batches are summed, clipped, and applied by AdamW. Blocks for as
     /// long as that takes; the sampler goes on meanwhile and has the new parameters from its next token on.
     ///
+    /// The learning rate is `optim.lr` itself: which step of its run this is, the caller knows ([`OptimConfig::lr_at`]).
+    ///
     /// # Errors
     /// A setting out of range, a malformed row, nothing to train, or a loss or gradient that is not finite; the parameters
     /// and the optimiser state are then unchanged.
@@ -293,14 +295,13 @@ impl Engine {
             }
         }
         let (weights, state) = adamw::step(&weights, &optimizer, gradients, grad_norm, optim);
-        let lr = optim.lr_at(state.step);
         *optimizer = state;
         shared.replace_policy(|policy| Policy { weights, ..*policy });
         let mean = |sum: f64| sum / sums.trained as f64;
         Ok(UpdateStats {
             loss: sums.loss,
             grad_norm,
-            lr,
+            lr: optim.lr,
             clip_fraction: mean(sums.clipped as f64),
             approx_kl: mean(sums.kl),
             ratio_mean: mean(sums.ratio),

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use agl_client::GatewayClient;
 use agl_core::rollout::RolloutConfig;
-use agl_engine::{Engine, EngineConfig, UpdateStats};
+use agl_engine::{Engine, EngineConfig, OptimConfig, UpdateStats};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
@@ -351,6 +351,8 @@ impl Trainer {
     ) -> Result<(), TrainerError> {
         let actor = &self.settings.actor;
         let loss = actor.loss(self.settings.rollout.temperature);
+        let lr = actor.optim.lr_at(step, self.settings.trainer.total_training_steps);
+        let optim = OptimConfig { lr, ..actor.optim.clone() };
         let mut rng = ChaCha8Rng::seed_from_u64(self.settings.trainer.seed);
         rng.set_stream(step);
         let mut stats: Vec<UpdateStats> = Vec::new();
@@ -364,7 +366,7 @@ impl Trainer {
                     // Every advantage of this update is 0: there is no gradient.
                     continue;
                 }
-                let (engine, loss, optim) = (self.engine.clone(), loss.clone(), actor.optim.clone());
+                let (engine, loss, optim) = (self.engine.clone(), loss.clone(), optim.clone());
                 stats.push(tokio::task::spawn_blocking(move || engine.update(&rows, &loss, &optim)).await??);
             }
         }
@@ -373,6 +375,7 @@ impl Trainer {
             self.totals.trained_tokens += update.trained_tokens as u64;
             self.totals.update_seconds += update.seconds;
         }
+        metrics.set("actor/lr", lr);
         describe::updates(metrics, &stats);
         Ok(())
     }
