@@ -171,7 +171,7 @@ async fn a_crowd_of_conversations_in_little_room_is_answered_right() {
         for turn in 0..4 {
             let output = generate(&engine, &prompt, seeded((number * 10 + turn) as u64, 3 + number % 7)).await;
             assert_agrees_with_training(&engine, &prompt, &output);
-            if number % 4 == 0 {
+            if number.is_multiple_of(4) {
                 prompt.truncate(30);
             }
             prompt.extend(&output.token_ids);
