@@ -45,7 +45,7 @@ async fn a_conversation_goes_on_as_if_every_turn_were_processed_whole() {
         let (cached, plain) = (engine(model), without_cache(model));
         let mut prompt = text(1, 40);
         let mut held = 0;
-        // Tool results from a token to most of the context, which are attended to in different ways.
+        // Tool results from a token to most of the context.
         for (turn, result) in [1, 5, 60, 130, 3].into_iter().enumerate() {
             let output = generate(&cached, &prompt, greedy(20)).await;
             let expected = generate(&plain, &prompt, greedy(20)).await;
