@@ -4,6 +4,7 @@ use agl_core::credit::KlEstimator;
 use serde::{Deserialize, Serialize};
 
 use crate::EngineError;
+use crate::train::schedule::LrSchedulerType;
 
 /// How the engine samples and how much it computes at once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -15,6 +16,12 @@ pub struct EngineConfig {
     pub max_model_len: Option<usize>,
     /// Sequences decoded together; more wait.
     pub max_batch_size: usize,
+    /// Prompts that begin like a finished or a running sequence take its keys and values over instead of computing them again:
+    /// the next turn of a rollout, the siblings of a group. What one policy computed is not used under the next.
+    pub enable_prefix_caching: bool,
+    /// Tokens that finished sequences may take up in the cache. Each takes up as much as the longest sequence needs, and those
+    /// longest not of use go first. As many as 1 GiB holds if absent.
+    pub prefix_cache_tokens: Option<usize>,
     /// Prompt tokens processed between two decoding steps, so that long prompts do not stall running answers for long.
     pub max_prefill_tokens: usize,
     /// Tokens (padding included) of one training micro-batch; bounds the memory of an update. On a CPU small ones are also
@@ -30,6 +37,8 @@ impl Default for EngineConfig {
             served_model_name: None,
             max_model_len: None,
             max_batch_size: 64,
+            enable_prefix_caching: true,
+            prefix_cache_tokens: None,
             max_prefill_tokens: 2048,
             micro_batch_tokens: 1024,
             seed: 0,
@@ -42,10 +51,19 @@ impl EngineConfig {
         at_least_one("max_batch_size", self.max_batch_size)?;
         at_least_one("max_prefill_tokens", self.max_prefill_tokens)?;
         at_least_one("micro_batch_tokens", self.micro_batch_tokens)?;
+        if let Some(tokens) = self.prefix_cache_tokens {
+            at_least_one("prefix_cache_tokens", tokens)?;
+        }
         if let Some(len) = self.max_model_len {
             at_least_one("max_model_len", len)?;
         }
         Ok(())
+    }
+
+    /// Tokens that finished sequences may take up, 0 for none; a token takes up `bytes`.
+    pub(crate) fn prefix_tokens(&self, bytes: usize) -> usize {
+        const DEFAULT_BYTES: usize = 1 << 30;
+        if self.enable_prefix_caching { self.prefix_cache_tokens.unwrap_or(DEFAULT_BYTES / bytes.max(1)) } else { 0 }
     }
 }
 
@@ -148,8 +166,16 @@ pub(crate) fn check_training_temperature(temperature: f32) -> Result<(), EngineE
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimConfig {
-    /// Learning rate.
+    /// Learning rate, at its highest.
     pub lr: f64,
+    /// `"constant"` or `"cosine"`: what it does after the warm-up.
+    pub lr_scheduler_type: LrSchedulerType,
+    /// Training steps (not updates) over which it rises linearly from 0. Below 0: `lr_warmup_steps_ratio` says how many.
+    pub lr_warmup_steps: i64,
+    /// Share of the run's steps over which it rises, where `lr_warmup_steps` is below 0.
+    pub lr_warmup_steps_ratio: f64,
+    /// The share of `lr` that a cosine falls to.
+    pub min_lr_ratio: f64,
     /// Decay of the running means of the gradient and of its square.
     pub betas: [f64; 2],
     /// Added to the denominator.
@@ -158,13 +184,21 @@ pub struct OptimConfig {
     pub weight_decay: f64,
     /// The gradient's global norm is scaled down to this; 0 turns it off.
     pub grad_clip: f64,
-    /// Updates over which the learning rate rises linearly from 0.
-    pub lr_warmup_steps: u64,
 }
 
 impl Default for OptimConfig {
     fn default() -> Self {
-        Self { lr: 1e-6, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, grad_clip: 1.0, lr_warmup_steps: 0 }
+        Self {
+            lr: 1e-6,
+            lr_scheduler_type: LrSchedulerType::default(),
+            lr_warmup_steps: -1,
+            lr_warmup_steps_ratio: 0.0,
+            min_lr_ratio: 0.0,
+            betas: [0.9, 0.999],
+            eps: 1e-8,
+            weight_decay: 0.0,
+            grad_clip: 1.0,
+        }
     }
 }
 
@@ -180,11 +214,10 @@ impl OptimConfig {
         }
         in_range("eps", self.eps, self.eps > 0.0, "greater than 0")?;
         in_range("weight_decay", self.weight_decay, self.weight_decay >= 0.0, "0 or more")?;
+        for (key, ratio) in [("lr_warmup_steps_ratio", self.lr_warmup_steps_ratio), ("min_lr_ratio", self.min_lr_ratio)]
+        {
+            in_range(key, ratio, (0.0..=1.0).contains(&ratio), "in [0, 1]")?;
+        }
         in_range("grad_clip", self.grad_clip, self.grad_clip >= 0.0, "0 or more")
-    }
-
-    /// Learning rate of the update numbered `step`, the first being 1.
-    pub(crate) fn lr_at(&self, step: u64) -> f64 {
-        if step < self.lr_warmup_steps { self.lr * step as f64 / self.lr_warmup_steps as f64 } else { self.lr }
     }
 }

@@ -17,7 +17,7 @@ use crate::config::{EngineConfig, LossConfig, OptimConfig, check_training_temper
 use crate::model::forward::Decoder;
 use crate::model::weights::Weights;
 use crate::sample::request::{GenerateOutput, GenerateRequest};
-use crate::sample::sampler::{self, Job};
+use crate::sample::sampler::{self, Job, Message};
 use crate::train::adamw::{self, OptimizerState};
 use crate::train::gradient;
 use crate::train::rows::{MaskedRow, TrainRow, check_ids};
@@ -28,7 +28,7 @@ mod reference;
 /// with the last handle.
 ///
 /// Sampling and training share the parameters: [`Engine::update`] puts new ones in place, and the sampler uses them from its
-/// next token on. Answers in progress go on with the keys and values they have.
+/// next token on. Answers in progress go on with the keys and values they have; the prefix cache is emptied.
 #[derive(Clone)]
 pub struct Engine {
     inner: Arc<Inner>,
@@ -37,7 +37,7 @@ pub struct Engine {
 struct Inner {
     shared: Arc<Shared>,
     name: String,
-    jobs: Sender<Job>,
+    sampler: Sender<Message>,
     /// Requests without a seed so far.
     unseeded: AtomicU64,
     /// Held through a whole update: there is one trainer at a time.
@@ -66,7 +66,7 @@ impl Shared {
 
     fn replace_policy(&self, change: impl FnOnce(&Policy) -> Policy) {
         let mut current = self.policy.write().unwrap_or_else(PoisonError::into_inner);
-        *current = Arc::new(change(&current));
+        *current = Arc::new(Policy { generation: current.generation + 1, ..change(&current) });
     }
 }
 
@@ -74,6 +74,8 @@ impl Shared {
 pub(crate) struct Policy {
     pub weights: Weights,
     pub version: u64,
+    /// Counts the policies there were, unlike the version: several updates may pass under one version.
+    pub generation: u64,
 }
 
 /// What the sampler has done since it started.
@@ -81,6 +83,7 @@ pub(crate) struct Policy {
 pub(crate) struct Counters {
     sampled_tokens: AtomicU64,
     prompt_tokens: AtomicU64,
+    cached_prompt_tokens: AtomicU64,
     busy_micros: AtomicU64,
 }
 
@@ -89,8 +92,9 @@ impl Counters {
         self.sampled_tokens.fetch_add(count as u64, Ordering::Relaxed);
     }
 
-    pub(crate) fn add_prompt_tokens(&self, count: usize) {
-        self.prompt_tokens.fetch_add(count as u64, Ordering::Relaxed);
+    pub(crate) fn add_prompt_tokens(&self, processed: usize, cached: usize) {
+        self.prompt_tokens.fetch_add(processed as u64, Ordering::Relaxed);
+        self.cached_prompt_tokens.fetch_add(cached as u64, Ordering::Relaxed);
     }
 
     pub(crate) fn add_busy(&self, time: Duration) {
@@ -105,6 +109,8 @@ pub struct SamplerTotals {
     pub sampled_tokens: u64,
     /// Prompt tokens processed.
     pub prompt_tokens: u64,
+    /// Prompt tokens that were not, because the prefix cache had them.
+    pub cached_prompt_tokens: u64,
     /// Time in which at least one request was being worked on.
     pub busy: Duration,
 }
@@ -206,12 +212,12 @@ impl Engine {
             device,
             counters: Counters::default(),
             files,
-            policy: RwLock::new(Arc::new(Policy { weights, version: 0 })),
+            policy: RwLock::new(Arc::new(Policy { weights, version: 0, generation: 0 })),
         });
-        let (jobs, receiver) = std::sync::mpsc::channel();
+        let (sampler, receiver) = std::sync::mpsc::channel();
         sampler::spawn(shared.clone(), receiver).map_err(EngineError::NoSampler)?;
         let reference = Mutex::new(None);
-        Ok(Self { inner: Arc::new(Inner { shared, name, jobs, unseeded: AtomicU64::new(0), optimizer, reference }) })
+        Ok(Self { inner: Arc::new(Inner { shared, name, sampler, unseeded: AtomicU64::new(0), optimizer, reference }) })
     }
 
     /// Name under which the server lists the model.
@@ -247,7 +253,7 @@ impl Engine {
     /// Names the current parameters. [`Engine::update`] leaves the version as it is: one training step may make several
     /// updates, and only the trainer knows which versions were used before.
     pub fn set_policy_version(&self, version: u64) {
-        self.inner.shared.replace_policy(|policy| Policy { weights: policy.weights.clone(), version });
+        self.inner.shared.replace_policy(|policy| Policy { weights: policy.weights.clone(), version, ..*policy });
     }
 
     /// What the sampler has done so far.
@@ -257,12 +263,15 @@ impl Engine {
         SamplerTotals {
             sampled_tokens: counters.sampled_tokens.load(Ordering::Relaxed),
             prompt_tokens: counters.prompt_tokens.load(Ordering::Relaxed),
+            cached_prompt_tokens: counters.cached_prompt_tokens.load(Ordering::Relaxed),
             busy: Duration::from_micros(counters.busy_micros.load(Ordering::Relaxed)),
         }
     }
 
     /// One optimiser step over `rows`: gradients of micro-batches are summed, clipped, and applied by AdamW. Blocks for as
     /// long as that takes; the sampler goes on meanwhile and has the new parameters from its next token on.
+    ///
+    /// The learning rate is `optim.lr` itself: which step of its run this is, the caller knows ([`OptimConfig::lr_at`]).
     ///
     /// # Errors
     /// A setting out of range, a malformed row, nothing to train, or a loss or gradient that is not finite; the parameters
@@ -286,6 +295,8 @@ impl Engine {
             }
         }
         let mut optimizer = self.inner.optimizer.lock().unwrap_or_else(PoisonError::into_inner);
+        // A sampler that has stopped says so to those who ask it for answers.
+        drop(self.inner.sampler.send(Message::ForgetPrefixes));
         let weights = shared.policy().weights.clone();
         let (gradients, sums) =
             gradient::accumulate(&shared.decoder, &weights, rows, loss, shared.config.micro_batch_tokens);
@@ -299,14 +310,13 @@ impl Engine {
             }
         }
         let (weights, state) = adamw::step(&weights, &optimizer, gradients, grad_norm, optim);
-        let lr = optim.lr_at(state.step);
         *optimizer = state;
-        shared.replace_policy(|policy| Policy { weights, version: policy.version });
+        shared.replace_policy(|policy| Policy { weights, ..*policy });
         let mean = |sum: f64| sum / sums.trained as f64;
         Ok(UpdateStats {
             loss: sums.loss,
             grad_norm,
-            lr,
+            lr: optim.lr,
             clip_fraction: mean(sums.clipped as f64),
             clip_fraction_lower: mean(sums.bounded as f64),
             approx_kl: mean(sums.kl),
@@ -410,7 +420,7 @@ impl Engine {
     /// A request out of range, a prompt too long, or a sampler that has stopped.
     pub async fn generate(&self, request: GenerateRequest) -> Result<GenerateOutput, EngineError> {
         let inner = &self.inner;
-        request.sampling.check()?;
+        request.sampling.check(inner.shared.decoder.config.vocab_size)?;
         let limit = self.check_prompt(&request.prompt)?;
         let limit = request.sampling.max_tokens.unwrap_or(limit).min(limit);
         let seed = request.sampling.seed.unwrap_or_else(|| {
@@ -418,8 +428,8 @@ impl Engine {
             inner.shared.config.seed.wrapping_add(number.wrapping_mul(0x9E37_79B9_7F4A_7C15))
         });
         let (reply, answer) = oneshot::channel();
-        let job = Job { request, seed, limit, reply };
-        inner.jobs.send(job).map_err(|_| EngineError::SamplerStopped)?;
+        let job = Box::new(Job { request, seed, limit, reply });
+        inner.sampler.send(Message::Generate(job)).map_err(|_| EngineError::SamplerStopped)?;
         answer.await.map_err(|_| EngineError::SamplerStopped)?
     }
 

@@ -28,3 +28,4 @@ pub use engine::{Engine, SamplerTotals, UpdateStats};
 pub use error::EngineError;
 pub use sample::request::{FinishReason, GenerateOutput, GenerateRequest, SamplingParams, StopReason};
 pub use train::rows::{MaskedRow, TrainRow};
+pub use train::schedule::LrSchedulerType;

@@ -2,7 +2,7 @@
 
 use agl_core::credit::Advantages;
 use agl_core::trajectory::{BreakClass, TokenDecoder};
-use agl_engine::{ChatTokenizer, Engine, UpdateStats};
+use agl_engine::{ChatTokenizer, Engine, SamplerTotals, UpdateStats};
 
 use crate::collect::Collected;
 use crate::config::{ActorConfig, AlgorithmConfig};
@@ -48,6 +48,17 @@ pub(crate) fn rollouts(metrics: &mut StepMetrics, collected: &[Collected], engin
         };
         let before = metrics.get(name).unwrap_or(0.0);
         metrics.set(name, before + 1.0);
+    }
+}
+
+/// What the sampler did between two readings of its totals.
+pub(crate) fn sampler(metrics: &mut StepMetrics, before: SamplerTotals, after: SamplerTotals) {
+    let processed = (after.prompt_tokens - before.prompt_tokens) as f64;
+    let cached = (after.cached_prompt_tokens - before.cached_prompt_tokens) as f64;
+    metrics.set("engine/prompt_tokens", processed);
+    metrics.set("engine/cached_prompt_tokens", cached);
+    if processed + cached > 0.0 {
+        metrics.set("engine/prefix_cache_hit_rate", cached / (processed + cached));
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use agl_client::GatewayClient;
 use agl_core::rollout::RolloutConfig;
-use agl_engine::{Engine, EngineConfig, EngineError, UpdateStats};
+use agl_engine::{Engine, EngineConfig, EngineError, OptimConfig, UpdateStats};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
@@ -291,6 +291,7 @@ impl Trainer {
 
         // Sample: `train_batch_size` groups of `n` siblings; a group is consumed only whole.
         let sampling = Instant::now();
+        let sampler_before = self.engine.sampler_totals();
         let data = &self.settings.data;
         let tasks = self.train_tasks.batch(step, data.train_batch_size, data.shuffle, self.settings.trainer.seed);
         let launch = Launch {
@@ -313,6 +314,7 @@ impl Trainer {
             .await?;
         metrics.set("timing/sampling_seconds", sampling.elapsed().as_secs_f64());
         describe::rollouts(&mut metrics, &collected, &self.engine);
+        describe::sampler(&mut metrics, sampler_before, self.engine.sampler_totals());
 
         // Measure and credit: what the update's policies say of the sampled tokens; one advantage per rollout, from its group.
         let consumed: Vec<String> = collected.iter().map(|rollout| rollout.rollout.rollout_id.clone()).collect();
@@ -369,6 +371,8 @@ impl Trainer {
     ) -> Result<(), TrainerError> {
         let actor = &self.settings.actor;
         let loss = actor.loss(self.settings.rollout.temperature);
+        let lr = actor.optim.lr_at(step, self.settings.trainer.total_training_steps);
+        let optim = OptimConfig { lr, ..actor.optim.clone() };
         let mut rng = ChaCha8Rng::seed_from_u64(self.settings.trainer.seed);
         rng.set_stream(step);
         let mut stats: Vec<UpdateStats> = Vec::new();
@@ -382,7 +386,7 @@ impl Trainer {
                     // Every advantage of this update is 0: there is no gradient.
                     continue;
                 }
-                let (engine, loss, optim) = (self.engine.clone(), loss.clone(), actor.optim.clone());
+                let (engine, loss, optim) = (self.engine.clone(), loss.clone(), optim.clone());
                 stats.push(tokio::task::spawn_blocking(move || engine.update(&rows, &loss, &optim)).await??);
             }
         }
@@ -391,6 +395,7 @@ impl Trainer {
             self.totals.trained_tokens += update.trained_tokens as u64;
             self.totals.update_seconds += update.seconds;
         }
+        metrics.set("actor/lr", lr);
         describe::updates(metrics, &stats, actor);
         Ok(())
     }

@@ -173,9 +173,36 @@ pub(crate) fn write(cache: &mut [f32], kind: CacheKind, shape: CacheShape, at: (
     }
 }
 
+/// Copies the first `len` positions of slot `from` into slot `to`.
+pub(crate) fn copy(cache: &mut [f32], kind: CacheKind, shape: CacheShape, from: usize, to: usize, len: usize) {
+    // Runs of numbers that lie together, and how far apart they begin.
+    let (run, stride) = match kind {
+        CacheKind::Values => (len * shape.head_dim, shape.head_len()),
+        CacheKind::Keys => (len, shape.capacity),
+    };
+    let (from, to) = (from * shape.slot_len(), to * shape.slot_len());
+    for offset in (0..shape.slot_len()).step_by(stride) {
+        cache.copy_within(from + offset..from + offset + run, to + offset);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_copied_beginning_is_what_writing_it_would_have_made() {
+        let shape = CacheShape { kv_heads: 2, capacity: 5, head_dim: 3 };
+        let rows: Vec<f32> = (0..4 * 6).map(|i| i as f32).collect();
+        for kind in [CacheKind::Keys, CacheKind::Values] {
+            let mut copied = vec![-1.0; 3 * shape.slot_len()];
+            write(&mut copied, kind, shape, (2, 0, 4), &rows);
+            let mut written = copied.clone();
+            copy(&mut copied, kind, shape, 2, 0, 3);
+            write(&mut written, kind, shape, (0, 0, 3), &rows);
+            assert_eq!(copied, written);
+        }
+    }
 
     /// Compares with the formula written out, for head sizes on and off the width of a block.
     #[test]

@@ -10,13 +10,20 @@ use super::{Attention, rows_per_block, simd};
 
 /// Replaces each row of scores (length `len`) by softmax(scores · scale) over the columns it may see.
 pub(crate) fn causal(scores: &mut [f32], len: usize, attention: Attention) {
+    suffix(scores, len, len, attention);
+}
+
+/// The same where only the last `queries` of the `len` positions ask: row r stands at position len − queries + r mod `queries`.
+pub(crate) fn suffix(scores: &mut [f32], len: usize, queries: usize, attention: Attention) {
+    let known = len - queries;
     let rows = rows_per_block(len);
     scores.par_chunks_mut(rows * len).enumerate().for_each(|(block, scores)| {
         simd::vectorised(
             #[inline(always)]
             || {
                 for (row, scores) in scores.chunks_exact_mut(len).enumerate() {
-                    let (past, seen, future) = parts(scores, (block * rows + row) % len, attention);
+                    let position = known + (block * rows + row) % queries;
+                    let (past, seen, future) = parts(scores, position, attention);
                     let peak = simd::max(seen);
                     let inverse = 1.0 / simd::exp_in_place(seen, peak, attention.scale);
                     seen.iter_mut().for_each(|p| *p *= inverse);

@@ -1,4 +1,4 @@
-//! Keys and values of the sequences being decoded.
+//! Keys and values of the sequences being decoded, and of finished ones that later prompts may begin with.
 
 use burn::tensor::{Device, Tensor};
 
@@ -6,7 +6,7 @@ use super::config::ModelConfig;
 use super::forward::{Decoder, Projections};
 use super::weights::Weights;
 use crate::kernels::cached_attention::{CacheKind, CachedSequence};
-use crate::ops::inference::{CacheSpan, cached_attention, write_cache};
+use crate::ops::inference::{CacheCopy, CacheSpan, cached_attention, copy_cache, write_cache};
 
 /// Positions are added in steps of this many, so that a short sequence never pays for a long one's room.
 const POSITION_STEP: usize = 64;
@@ -50,12 +50,12 @@ impl KvCache {
         Self { layers, kv_heads, head_dim, slots: 0, capacity: 0, free: Vec::new(), device }
     }
 
-    /// A slot for a new sequence, made if none is free.
-    pub(crate) fn take_slot(&mut self) -> usize {
+    /// A slot for a new sequence, made if none is free; the caller never holds more than `most`.
+    pub(crate) fn take_slot(&mut self, most: usize) -> usize {
         if let Some(slot) = self.free.pop() {
             return slot;
         }
-        let slots = (self.slots * 2).max(8);
+        let slots = (self.slots * 2).max(8).min(most).max(self.slots + 1);
         let first = self.slots;
         self.resize(slots, self.capacity);
         // The lowest numbers are handed out first.
@@ -73,6 +73,32 @@ impl KvCache {
             (self.slots, self.capacity) = (0, 0);
             self.free.clear();
         }
+    }
+
+    /// Gives slot `to` the first `len` positions of slot `from`.
+    pub(crate) fn copy(&mut self, from: usize, to: usize, len: usize) {
+        for layer in &mut self.layers {
+            for kind in [CacheKind::Keys, CacheKind::Values] {
+                let cache = layer.of(kind);
+                *cache = cache.take().map(|whole| copy_cache(whole, kind, CacheCopy { from, to, len }));
+            }
+        }
+    }
+
+    /// Positions that every slot has room for once it has room for `len`.
+    pub(crate) fn capacity_for(&self, len: usize) -> usize {
+        // A quarter more than asked, so that copying stays a small part of decoding.
+        if len > self.capacity { (len + len / 4).div_ceil(POSITION_STEP) * POSITION_STEP } else { self.capacity }
+    }
+
+    /// What a position of one slot takes up, over all layers.
+    pub(crate) fn bytes_per_token(&self) -> usize {
+        self.layers.len() * 2 * self.kv_heads * self.head_dim * size_of::<f32>()
+    }
+
+    /// Key heads and their size.
+    pub(super) fn heads(&self) -> (usize, usize) {
+        (self.kv_heads, self.head_dim)
     }
 
     /// Processes prompts into their slots and answers the final hidden state [prompts, hidden] of each one's last token.
@@ -112,7 +138,7 @@ impl KvCache {
         })
     }
 
-    fn write(&mut self, layer: usize, p: &Projections, spans: &[CacheSpan]) {
+    pub(super) fn write(&mut self, layer: usize, p: &Projections, spans: &[CacheSpan]) {
         for (kind, new) in [(CacheKind::Keys, &p.key), (CacheKind::Values, &p.value)] {
             let shape = self.shape(kind);
             let cache = self.layers[layer].of(kind);
@@ -122,7 +148,7 @@ impl KvCache {
         }
     }
 
-    fn layer(&mut self, layer: usize) -> (Tensor<4>, Tensor<4>) {
+    pub(super) fn layer(&mut self, layer: usize) -> (Tensor<4>, Tensor<4>) {
         let whole = |cache: &mut Self, kind: CacheKind| {
             let shape = cache.shape(kind);
             cache.layers[layer].of(kind).clone().unwrap_or_else(|| Tensor::zeros(shape, &cache.device))
@@ -138,10 +164,9 @@ impl KvCache {
     }
 
     /// Makes room for positions 0 .. len.
-    fn reserve(&mut self, len: usize) {
-        if len > self.capacity {
-            // A quarter more than asked, so that copying stays a small part of decoding.
-            let capacity = (len + len / 4).div_ceil(POSITION_STEP) * POSITION_STEP;
+    pub(super) fn reserve(&mut self, len: usize) {
+        let capacity = self.capacity_for(len);
+        if capacity > self.capacity {
             self.resize(self.slots, capacity);
         }
     }

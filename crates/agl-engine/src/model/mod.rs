@@ -8,6 +8,7 @@
 
 pub(crate) mod cache;
 pub(crate) mod config;
+pub(crate) mod extend;
 pub(crate) mod forward;
 mod keys;
 mod layers;

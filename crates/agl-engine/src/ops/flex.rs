@@ -4,7 +4,7 @@ use burn::backend::{Flex, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{Shape, TensorData};
 use burn_flex::FlexTensor;
 
-use super::inference::{CacheSpan, InferenceOps};
+use super::inference::{CacheCopy, CacheSpan, InferenceOps};
 use super::training::{TrainingDerivatives, TrainingOps};
 use crate::kernels::cached_attention::{self, CacheKind, CacheShape, CachedSequence};
 use crate::kernels::gated::{self, Activation};
@@ -126,6 +126,20 @@ impl InferenceOps for Flex {
             cached_attention::write(values, kind, shape, at, &rows[span.row * row_len..]);
         }
         cache
+    }
+
+    fn copy_cache(cache: FloatTensor<Self>, kind: CacheKind, copy: CacheCopy) -> FloatTensor<Self> {
+        let mut cache = contiguous(cache);
+        let shape = cache_shape(&cache, kind);
+        cached_attention::copy(cache.storage_mut(), kind, shape, copy.from, copy.to, copy.len);
+        cache
+    }
+
+    fn suffix_softmax(scores: FloatTensor<Self>, queries: usize, attention: Attention) -> FloatTensor<Self> {
+        let mut scores = contiguous(scores);
+        let len = last_dim(&scores.shape());
+        softmax::suffix(scores.storage_mut(), len, queries, attention);
+        scores
     }
 
     fn cached_attention(

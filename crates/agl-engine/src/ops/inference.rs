@@ -17,6 +17,10 @@ pub(crate) trait InferenceOps: Backend {
         kind: CacheKind,
         spans: Vec<CacheSpan>,
     ) -> FloatTensor<Self>;
+    /// See [`copy_cache`].
+    fn copy_cache(cache: FloatTensor<Self>, kind: CacheKind, copy: CacheCopy) -> FloatTensor<Self>;
+    /// See [`suffix_softmax`].
+    fn suffix_softmax(scores: FloatTensor<Self>, queries: usize, attention: Attention) -> FloatTensor<Self>;
     /// See [`cached_attention`].
     fn cached_attention(
         q: FloatTensor<Self>,
@@ -48,6 +52,28 @@ pub(crate) struct CacheSpan {
     pub slot: usize,
     /// Position of the first written row.
     pub start: usize,
+}
+
+/// The first positions of one slot that another is to hold too.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CacheCopy {
+    /// The slot that holds them.
+    pub from: usize,
+    /// The slot that is to hold them.
+    pub to: usize,
+    /// How many positions.
+    pub len: usize,
+}
+
+/// Copies positions from slot to slot, in place when nothing else holds the cache.
+pub(crate) fn copy_cache(cache: Tensor<4>, kind: CacheKind, copy: CacheCopy) -> Tensor<4> {
+    Tensor::from_dispatch(Dispatch::copy_cache(cache.into_dispatch(), kind, copy))
+}
+
+/// softmax(scores · scale) over the last dimension of [1, kv_heads, stacked queries, len], where the `queries` of each head
+/// are the last of `len` positions and each sees itself and what stands before it.
+pub(crate) fn suffix_softmax(scores: Tensor<4>, queries: usize, attention: Attention) -> Tensor<4> {
+    Tensor::from_dispatch(Dispatch::suffix_softmax(scores.into_dispatch(), queries, attention))
 }
 
 /// Writes rows of `new` [rows, kv_heads · d] into a cache, in place when nothing else holds it.

@@ -3,21 +3,35 @@
 use rand_chacha::ChaCha8Rng;
 use tokio::sync::oneshot;
 
+use super::adjust::Adjustment;
 use super::pick::{Pick, pick};
+use super::prefixes::shared;
 use super::request::{FinishReason, GenerateOutput, GenerateRequest, StopReason};
 use crate::EngineError;
 use crate::chat::tokenizer::ChatTokenizer;
+use crate::model::extend::Suffix;
 
 /// Where an answer goes; closed when the caller has gone.
 pub(crate) type Reply = oneshot::Sender<Result<GenerateOutput, EngineError>>;
+
+/// Where in the cache a sequence lives, and what was there before it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub slot: usize,
+    /// Tokens of the prompt whose keys and values another sequence had computed.
+    pub cached: usize,
+    /// The policy it began under, and that computed those.
+    pub generation: u64,
+}
 
 /// An answer in the running batch.
 pub(super) struct Sequence {
     request: GenerateRequest,
     rng: ChaCha8Rng,
+    adjustment: Option<Adjustment>,
     /// Tokens after which the answer ends, whatever they are.
     limit: usize,
-    pub slot: usize,
+    place: Place,
     pub reply: Reply,
     ids: Vec<u32>,
     log_probs: Vec<f32>,
@@ -27,12 +41,13 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub(super) fn new(request: GenerateRequest, rng: ChaCha8Rng, limit: usize, slot: usize, reply: Reply) -> Self {
+    pub(super) fn new(request: GenerateRequest, rng: ChaCha8Rng, limit: usize, place: Place, reply: Reply) -> Self {
         Self {
+            adjustment: Adjustment::new(&request.sampling, &request.prompt),
             request,
             rng,
             limit,
-            slot,
+            place,
             reply,
             ids: Vec::new(),
             log_probs: Vec::new(),
@@ -46,6 +61,40 @@ impl Sequence {
         &self.request.prompt
     }
 
+    pub(super) fn slot(&self) -> usize {
+        self.place.slot
+    }
+
+    pub(super) fn cached(&self) -> usize {
+        self.place.cached
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.place.generation
+    }
+
+    /// What of the prompt is to be processed.
+    pub(super) fn suffix(&self) -> Suffix<'_> {
+        let Place { slot, cached: start, .. } = self.place;
+        Suffix { slot, start, ids: &self.request.prompt[start..] }
+    }
+
+    /// Sampled tokens whose keys and values are computed: all but the newest.
+    fn processed(&self) -> &[u32] {
+        &self.ids[..self.ids.len().saturating_sub(1)]
+    }
+
+    /// The tokens whose keys and values its slot holds, once its prompt is processed.
+    pub(super) fn held(&self) -> Vec<u32> {
+        [&self.request.prompt, self.processed()].concat()
+    }
+
+    /// How many of those `prompt` may take over.
+    pub(super) fn shared_with(&self, prompt: &[u32]) -> usize {
+        let len = shared(&self.request.prompt, prompt);
+        if len < self.request.prompt.len() { len } else { len + shared(self.processed(), &prompt[len..]) }
+    }
+
     /// The newest token and its position, which the next step feeds to the model.
     pub(super) fn last(&self) -> Option<(u32, usize)> {
         self.ids.last().map(|id| (*id, self.request.prompt.len() + self.ids.len() - 1))
@@ -57,7 +106,11 @@ impl Sequence {
 
     /// Draws the next token from its logits and decides whether it is the last.
     pub(super) fn advance(&mut self, logits: &[f32], version: u64, tokenizer: &ChatTokenizer) {
-        let Pick { id, log_prob, top } = pick(logits, &self.request.sampling, &mut self.rng);
+        let adjusted = self.adjustment.as_ref().map(|adjustment| adjustment.apply(logits));
+        let Pick { id, log_prob, top } = pick(logits, adjusted.as_deref(), &self.request.sampling, &mut self.rng);
+        if let Some(adjustment) = &mut self.adjustment {
+            adjustment.count(id);
+        }
         self.ids.push(id);
         self.log_probs.push(log_prob);
         self.top.push(top);
@@ -108,6 +161,7 @@ impl Sequence {
                 text,
                 finish_reason,
                 stop_reason,
+                cached_tokens: self.place.cached,
             }
         });
         // The caller may have gone in the meantime; then there is nobody to tell.

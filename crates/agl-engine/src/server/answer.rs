@@ -23,12 +23,17 @@ pub(super) fn stop_reason(output: &GenerateOutput) -> Value {
     }
 }
 
-pub(super) fn usage(prompt_tokens: usize, outputs: &[GenerateOutput]) -> Value {
+/// `outputs` holds `n` choices of every prompt, in order. A prompt's tokens count once whatever `n` is, and as cached where no
+/// choice had to process them.
+pub(super) fn usage(prompt_tokens: usize, n: usize, outputs: &[GenerateOutput]) -> Value {
+    let cached = |choices: &[GenerateOutput]| choices.iter().map(|choice| choice.cached_tokens).min().unwrap_or(0);
+    let cached_tokens: usize = outputs.chunks(n).map(cached).sum();
     let completion_tokens: usize = outputs.iter().map(|output| output.token_ids.len()).sum();
     json!({
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     })
 }
 

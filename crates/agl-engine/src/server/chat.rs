@@ -58,7 +58,7 @@ pub(super) async fn create(State(engine): State<Engine>, body: Bytes) -> Result<
         "created": created(),
         "model": engine.model_name(),
         "choices": choices,
-        "usage": usage(prompt.len(), &outputs),
+        "usage": usage(prompt.len(), n, &outputs),
         "policy_version": engine.policy_version(),
     });
     if with_ids {

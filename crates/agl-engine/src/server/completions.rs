@@ -66,7 +66,8 @@ pub(super) async fn create(State(engine): State<Engine>, body: Bytes) -> Result<
         let sampling = Sampling::for_choice(&params, choice);
         engine.generate(GenerateRequest { prompt: prompt.clone(), sampling })
     }))
-    .await?;
+    .await
+    .map_err(|error| ApiError::from(error).renamed("messages", "prompt"))?;
     let mut choices = Vec::with_capacity(outputs.len());
     for (index, output) in outputs.iter().enumerate() {
         let log_probs = match request.logprobs {
@@ -93,7 +94,7 @@ pub(super) async fn create(State(engine): State<Engine>, body: Bytes) -> Result<
         "created": created(),
         "model": engine.model_name(),
         "choices": choices,
-        "usage": usage(prompts.iter().map(Vec::len).sum(), &outputs),
+        "usage": usage(prompts.iter().map(Vec::len).sum(), n, &outputs),
         "policy_version": engine.policy_version(),
     })))
 }

@@ -22,6 +22,14 @@ impl ApiError {
         Self { status: StatusCode::BAD_REQUEST, message: message.into(), param: Some(param.into()), code: None }
     }
 
+    /// The same error with its field under the name that `from` goes by in this kind of request.
+    pub(super) fn renamed(mut self, from: &str, to: &str) -> Self {
+        if self.param.as_deref() == Some(from) {
+            self.param = Some(to.to_owned());
+        }
+        self
+    }
+
     /// 400: the body as a whole is at fault.
     pub(super) fn bad_body(message: impl Into<String>) -> Self {
         Self { status: StatusCode::BAD_REQUEST, message: message.into(), param: None, code: None }

@@ -2,6 +2,11 @@
 //!
 //! `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models`, `POST /tokenize`, `GET /health`.
 //!
+//! Sampling fields are those of OpenAI and vLLM, among them `top_k`, `min_p`, `presence_penalty`, `frequency_penalty`,
+//! `repetition_penalty`, `logit_bias`, `stop_token_ids` and `ignore_eos`; what cannot be honoured is refused with the field's
+//! name. Log-probs are those of the policy at the request's temperature whatever else is set
+//! ([`crate::GenerateOutput::log_probs`]).
+//!
 //! One model is served; the request's `model` is not looked at. Beyond OpenAI's fields: `return_token_ids` adds
 //! `prompt_token_ids` (top level for chat, per choice for completions) and `choices[].token_ids`, which include the token
 //! that ended the answer. Always there are `policy_version` and `choices[].policy_versions`, one per sampled token.

@@ -47,12 +47,12 @@ pub(super) struct Sampling {
     pub ignore_eos: Option<bool>,
     pub return_token_ids: Option<bool>,
     pub stream: Option<bool>,
-    // Fields that would change what is sampled and that the engine does not have: refused unless neutral.
-    min_p: Option<f64>,
-    presence_penalty: Option<f64>,
-    frequency_penalty: Option<f64>,
-    repetition_penalty: Option<f64>,
-    logit_bias: Option<Map<String, Value>>,
+    pub min_p: Option<f32>,
+    pub presence_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub logit_bias: Option<Map<String, Value>>,
+    // It would change what is sampled, and the engine does not have it: refused unless neutral.
     best_of: Option<usize>,
 }
 
@@ -69,6 +69,11 @@ impl Sampling {
             top_p: self.top_p.unwrap_or(1.0),
             // vLLM writes −1 for all.
             top_k: usize::try_from(self.top_k.unwrap_or(0)).unwrap_or(0),
+            min_p: self.min_p.unwrap_or(0.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+            logit_bias: self.logit_bias()?,
             seed: self.seed.map(i64::cast_unsigned),
             max_tokens: self.max_tokens,
             stop: match &self.stop {
@@ -88,18 +93,21 @@ impl Sampling {
             let message = "`stream: true` is not served here: ask without it, or through the gateway, which makes a stream of the whole answer";
             return Err(ApiError::invalid("stream", message));
         }
-        let set = [
-            ("min_p", self.min_p.is_some_and(|value| value != 0.0)),
-            ("presence_penalty", self.presence_penalty.is_some_and(|value| value != 0.0)),
-            ("frequency_penalty", self.frequency_penalty.is_some_and(|value| value != 0.0)),
-            ("repetition_penalty", self.repetition_penalty.is_some_and(|value| value != 1.0)),
-            ("logit_bias", self.logit_bias.as_ref().is_some_and(|bias| !bias.is_empty())),
-            ("best_of", self.best_of.is_some_and(|value| value != 1)),
-        ];
-        match set.into_iter().find(|(_, set)| *set) {
-            Some((field, _)) => Err(unsupported(field)),
-            None => Ok(()),
+        if self.best_of.is_some_and(|value| value != 1) {
+            return Err(unsupported("best_of"));
         }
+        Ok(())
+    }
+
+    /// `{"15496": -100}`: JSON has token ids as texts.
+    fn logit_bias(&self) -> Result<Vec<(u32, f32)>, ApiError> {
+        let wrong = |what: String| ApiError::invalid("logit_bias", format!("`logit_bias`: {what}"));
+        let entry = |(id, bias): (&String, &Value)| {
+            let id = id.parse().map_err(|_| wrong(format!("\"{id}\" is not a token id")))?;
+            let bias = bias.as_f64().ok_or_else(|| wrong(format!("the bias of token id {id} is not a number")))?;
+            Ok((id, bias as f32))
+        };
+        self.logit_bias.iter().flatten().map(entry).collect()
     }
 
     /// The parameters of choice number `choice`: a given seed is counted up, so that choices differ but can be repeated.

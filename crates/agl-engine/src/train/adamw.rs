@@ -41,7 +41,7 @@ pub(crate) fn step(
     config: &OptimConfig,
 ) -> (Weights, OptimizerState) {
     let step = state.step + 1;
-    let lr = config.lr_at(step);
+    let lr = config.lr;
     let [beta1, beta2] = config.betas;
     let power = i32::try_from(step).unwrap_or(i32::MAX);
     let (correction1, correction2) = (1.0 - beta1.powi(power), 1.0 - beta2.powi(power));

@@ -5,6 +5,7 @@ mod checkpoint;
 mod fixture;
 mod learning;
 mod parity;
+mod prefix_cache;
 mod sampling;
 mod server;
 mod update;

@@ -26,6 +26,52 @@ async fn recorded_log_probs_equal_those_of_the_training_forward() {
 }
 
 #[tokio::test]
+async fn biases_penalties_and_min_p_change_what_is_drawn_and_not_what_is_recorded() {
+    let engine = engine("qwen3-tied");
+    let prompt = [5, 77, 31, 9, 120];
+    let plain = SamplingParams { temperature: 0.8, top_logprobs: 3, ..seeded(3) };
+    let mut answers = Vec::new();
+    for sampling in [
+        plain.clone(),
+        SamplingParams { min_p: 0.9, ..plain.clone() },
+        SamplingParams { presence_penalty: 2.0, ..plain.clone() },
+        SamplingParams { frequency_penalty: 2.0, ..plain.clone() },
+        SamplingParams { repetition_penalty: 1.5, ..plain.clone() },
+        SamplingParams { logit_bias: vec![(64, 2.0), (9, -100.0)], ..plain },
+    ] {
+        let output = generate(&engine, &prompt, sampling).await;
+        let row = [&prompt[..], &output.token_ids].concat();
+        let trained = &engine.log_probs(std::slice::from_ref(&row), 0.8).unwrap()[0][prompt.len()..];
+        let logits = engine.logits(&row).unwrap();
+        for (at, (sampled, trained)) in output.log_probs.iter().zip(trained).enumerate() {
+            assert!((sampled - trained).abs() < 1e-4, "{sampled} recorded, {trained} in training");
+            let logits = &logits[prompt.len() + at - 1];
+            let best = logits.iter().fold(f32::NEG_INFINITY, |best, logit| best.max(*logit));
+            let (id, log_prob) = output.top_log_probs[at][0];
+            assert!(best - logits[id as usize] < 1e-4, "the likeliest of the policy itself is reported");
+            let distance = (best - logits[row[prompt.len() + at] as usize]) / 0.8;
+            assert!((log_prob - sampled - distance).abs() < 1e-4);
+        }
+        answers.push(output.token_ids);
+    }
+    for changed in &answers[1..] {
+        assert_ne!(*changed, answers[0]);
+    }
+}
+
+#[tokio::test]
+async fn a_heavy_repetition_penalty_lets_nothing_be_said_twice() {
+    let engine = engine("qwen3-tied");
+    let prompt: Vec<u32> = (0..20).collect();
+    let greedy = SamplingParams { temperature: 0.0, repetition_penalty: 1e6, ..seeded(0) };
+    let output = generate(&engine, &prompt, greedy).await;
+    let mut said = [prompt, output.token_ids].concat();
+    said.sort_unstable();
+    said.dedup();
+    assert_eq!(said.len(), 60, "20 of the prompt and 40 of the answer, all different");
+}
+
+#[tokio::test]
 async fn a_seeded_answer_does_not_depend_on_what_else_is_in_the_batch() {
     let engine = engine("qwen3-tied");
     let prompt = [5, 77, 31];
@@ -158,6 +204,13 @@ async fn settings_out_of_range_name_the_field() {
         (SamplingParams { max_tokens: Some(0), ..SamplingParams::default() }, "max_tokens"),
         (SamplingParams { stop: vec![String::new()], ..SamplingParams::default() }, "stop"),
         (SamplingParams { top_logprobs: 21, ..SamplingParams::default() }, "top_logprobs"),
+        (SamplingParams { min_p: 1.1, ..SamplingParams::default() }, "min_p"),
+        (SamplingParams { min_p: f32::NAN, ..SamplingParams::default() }, "min_p"),
+        (SamplingParams { presence_penalty: -2.1, ..SamplingParams::default() }, "presence_penalty"),
+        (SamplingParams { frequency_penalty: 2.1, ..SamplingParams::default() }, "frequency_penalty"),
+        (SamplingParams { repetition_penalty: 0.0, ..SamplingParams::default() }, "repetition_penalty"),
+        (SamplingParams { logit_bias: vec![(1, 101.0)], ..SamplingParams::default() }, "logit_bias"),
+        (SamplingParams { logit_bias: vec![(128, 1.0)], ..SamplingParams::default() }, "logit_bias"),
     ] {
         let error = engine.generate(GenerateRequest { prompt: vec![1], sampling }).await.unwrap_err();
         assert!(error.to_string().starts_with(&format!("`{field}` must be")), "{error}");

@@ -171,7 +171,54 @@ async fn completions_take_token_ids_and_return_them() {
         }
         assert_eq!(choice["logprobs"]["tokens"].as_array().unwrap().len(), 4);
     }
-    assert_eq!(response["usage"], json!({"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}));
+    let usage = json!({
+        "prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20, "prompt_tokens_details": {"cached_tokens": 0},
+    });
+    assert_eq!(response["usage"], usage);
+}
+
+#[tokio::test]
+async fn sampling_fields_are_those_of_openai_and_vllm() {
+    let address = serve(&engine("qwen3-tied")).await;
+    let ask_with = async |fields: Value| {
+        let mut body = json!({
+            "prompt": [5, 6, 7], "seed": 3, "max_tokens": 12, "ignore_eos": true, "logprobs": 1, "return_token_ids": true,
+        });
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        ask(address, "completions", body).await["choices"][0].clone()
+    };
+    let plain = ask_with(json!({})).await;
+    let neutral = json!({
+        "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "best_of": 1,
+    });
+    assert_eq!(ask_with(neutral).await["token_ids"], plain["token_ids"]);
+    let forced = ask_with(json!({"logit_bias": {"9": 100}})).await;
+    assert_eq!(ids(&forced["token_ids"]), [9; 12]);
+    let recorded: Vec<f32> = serde_json::from_value(forced["logprobs"]["token_logprobs"].clone()).unwrap();
+    assert!(recorded.iter().all(|log_prob| *log_prob < -0.1), "the policy itself is not sure of it: {recorded:?}");
+    for changed in [json!({"repetition_penalty": 1e6}), json!({"min_p": 1})] {
+        assert_ne!(ask_with(changed).await["token_ids"], plain["token_ids"]);
+    }
+    let never_twice = ids(&ask_with(json!({"repetition_penalty": 1e6})).await["token_ids"]);
+    assert!(never_twice.iter().all(|id| never_twice.iter().filter(|other| *other == id).count() == 1));
+}
+
+#[tokio::test]
+async fn usage_says_what_the_prefix_cache_had() {
+    let address = serve(&engine("qwen3-tied")).await;
+    let cached = async |body: &Value| {
+        let path = if body.get("prompt").is_some() { "completions" } else { "chat/completions" };
+        let usage = ask(address, path, body.clone()).await["usage"].clone();
+        (usage["prompt_tokens"].as_u64().unwrap(), usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap())
+    };
+    let prompt: Vec<u32> = (0..40).collect();
+    // A choice that follows its sibling does not make the prompt cached: it was processed for this call.
+    let body = json!({"prompt": [prompt, [7, 8]], "n": 3, "max_tokens": 2, "ignore_eos": true});
+    assert_eq!(cached(&body).await, (42, 0));
+    assert_eq!(cached(&body).await, (42, 39));
+    let chat = json!({"messages": [{"role": "user", "content": "what is the sum of one and two?"}], "max_tokens": 2});
+    let (tokens, none) = cached(&chat).await;
+    assert_eq!((none, cached(&chat).await), (0, (tokens, tokens - 1)));
 }
 
 #[tokio::test]
@@ -211,7 +258,15 @@ async fn wrong_requests_are_answered_in_openais_shape_with_the_field_at_fault() 
         (json!({"messages": user, "stop": [1]}), "stop", "a string or a list of strings"),
         (json!({"messages": user, "response_format": {"type": "json_object"}}), "response_format", "not supported"),
         (json!({"messages": user, "tools": tools(), "tool_choice": "required"}), "tool_choice", "\"auto\" or \"none\""),
-        (json!({"messages": user, "presence_penalty": 0.5}), "presence_penalty", "not supported"),
+        (json!({"messages": user, "presence_penalty": 3}), "presence_penalty", "from -2 to 2"),
+        (json!({"messages": user, "frequency_penalty": -3}), "frequency_penalty", "from -2 to 2"),
+        (json!({"messages": user, "repetition_penalty": 0}), "repetition_penalty", "above 0"),
+        (json!({"messages": user, "min_p": 2}), "min_p", "from 0 to 1"),
+        (json!({"messages": user, "logit_bias": {"5": 101}}), "logit_bias", "101 for token id 5"),
+        (json!({"messages": user, "logit_bias": {"128": 1}}), "logit_bias", "there are 128"),
+        (json!({"messages": user, "logit_bias": {"five": 1}}), "logit_bias", "\"five\" is not a token id"),
+        (json!({"messages": user, "logit_bias": {"5": "high"}}), "logit_bias", "token id 5 is not a number"),
+        (json!({"messages": user, "best_of": 2}), "best_of", "not supported"),
         (json!({"messages": []}), "messages", "at least one"),
         (json!({"messages": [{"content": "a"}]}), "messages[0].role", "must be a string"),
         (
@@ -228,8 +283,24 @@ async fn wrong_requests_are_answered_in_openais_shape_with_the_field_at_fault() 
     assert!(error["message"].as_str().unwrap().contains("missing field `messages`"), "{error}");
     let error = refused(address, "completions", json!({"prompt": vec![1; 600]})).await;
     assert_eq!(error["code"], "context_length_exceeded");
+    assert_eq!(error["param"], "prompt");
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("512") && message.contains("600"), "{message}");
+    let long = json!([{"role": "user", "content": "a ".repeat(600)}]);
+    let error = refused(address, "chat/completions", json!({"messages": long})).await;
+    assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("messages")));
+    let tokens: u64 = error["message"]
+        .as_str()
+        .unwrap()
+        .split("the prompt has ")
+        .nth(1)
+        .unwrap()
+        .split(' ')
+        .next()
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!(tokens > 600 && error["message"].as_str().unwrap().contains("512"), "{error}");
     let error = refused(address, "completions", json!({"prompt": [1, 4000]})).await;
     assert!(error["message"].as_str().unwrap().contains("token id 4000 is outside the vocabulary of 128"), "{error}");
     let error = refused(address, "completions", json!({"prompt": {"text": "a"}})).await;

@@ -41,6 +41,9 @@ fn a_short_quickstart_leaves_a_summary_a_picture_metrics_and_a_checkpoint_that_c
         (last["actor/ratio_mean"].as_f64().unwrap(), last["rollouts/rows_per_rollout"].as_f64().unwrap());
     assert!((ratio - 1.0).abs() < 1e-3, "on policy, recorded log-probs are the trainer's own: {ratio}");
     assert!((rows - 1.0).abs() < 0.2, "the recipe's rollouts merge into one row: {rows}");
+    let hits = last["engine/prefix_cache_hit_rate"].as_f64().unwrap();
+    assert!(hits > 0.4, "turns of a rollout and siblings of a group share what they begin with: {hits}");
+    assert!(last["actor/lr"].as_f64().unwrap() > 0.0);
 
     let fresh = folder.path().join("fresh.jsonl");
     let made = Command::new(python())
