@@ -40,6 +40,19 @@ pub struct RunFile {
 /// What stands for the run file's own folder in the agent's and the evaluator's strings.
 const CONFIG_DIR: &str = "{{ config_dir }}";
 
+/// Where a setting stands, its key, and what is wrong with it.
+fn told(cause: &figment::Error, file: Option<&Path>) -> String {
+    let key = cause.path.join(".");
+    let from = cause.metadata.as_ref().map_or("", |metadata| &metadata.name);
+    let place = match file {
+        _ if from.starts_with("TOML source") => "--set".to_owned(),
+        _ if from.contains("environment") => format!("AGL_{}", key.to_uppercase().replace('.', "__")),
+        Some(file) => file.display().to_string(),
+        None => "the settings".to_owned(),
+    };
+    if key.is_empty() { format!("{place}: {}", cause.kind) } else { format!("{place}: `{key}`: {}", cause.kind) }
+}
+
 impl RunFile {
     /// Reads a file, then `AGL_SECTION__KEY` from the environment, then `--set section.key=value`; each wins over the one
     /// before. Relative paths in the file are relative to the file.
@@ -58,10 +71,9 @@ impl RunFile {
         for assignment in overrides {
             figment = figment.merge(Toml::string(&as_toml(assignment)?));
         }
-        let place = path.map_or_else(|| "the settings".to_owned(), |path| path.display().to_string());
         let mut file: Self = figment.extract().map_err(|error| {
-            let causes: Vec<String> = error.into_iter().map(|cause| cause.to_string()).collect();
-            usage(format!("{place}: {}", causes.join("; ")))
+            let causes: Vec<String> = error.into_iter().map(|cause| told(&cause, path)).collect();
+            usage(causes.join("; "))
         })?;
         file.follow(&figment);
         if let Some(folder) = path.and_then(Path::parent) {

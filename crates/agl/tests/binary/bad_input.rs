@@ -38,7 +38,9 @@ fn an_unknown_key_of_a_run_file_is_named_with_its_place() {
     contains_all(&refused(&["up", &path], 2), &["run.toml", "learning_rate", "actor.optim", "lr"]);
     let path = write(folder.path(), "[trainr]\n");
     contains_all(&refused(&["train", &path], 2), &["run.toml", "trainr", "trainer"]);
-    contains_all(&refused(&["serve", "--set", "gateway.lisen=1"], 2), &["lisen", "listen"]);
+    contains_all(&refused(&["serve", "--set", "gateway.lisen=1"], 2), &["--set: ", "lisen", "listen"]);
+    let path = write(folder.path(), "actor.kl_loss_type = \"k9\"\n");
+    contains_all(&refused(&["train", &path], 2), &["run.toml: `actor.kl_loss_type`: ", "k9", "k3"]);
 }
 
 #[test]
