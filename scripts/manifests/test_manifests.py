@@ -261,13 +261,14 @@ class Api:
         return cls(config["clusters"][0]["cluster"]["server"], config["users"][0]["user"]["token"])
 
     def request(self, method, path, body=None, kind="application/json"):
-        """The status and the answer."""
+        """The status and the answer; of a watch its first event, if there was one in time."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": kind}
         request = urllib.request.Request(self.server + path, data=data, method=method, headers=headers)
         try:
             with urllib.request.urlopen(request, context=self.context, timeout=60) as answer:
-                return answer.status, json.loads(answer.read() or "null")
+                # Behind the first event of a watch others may follow.
+                return answer.status, json.JSONDecoder().raw_decode(answer.read().decode() or "null")[0]
         except urllib.error.HTTPError as refused:
             return refused.code, refused.read().decode(errors="replace")
 
