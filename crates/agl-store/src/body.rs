@@ -20,7 +20,7 @@ use crate::terse::Terse;
 use crate::terse::shorten;
 
 /// Both favour speed: a body is compressed while a harness waits for its answer. The first has no code for literals, whose
-/// making would cost more time than all the rest of a small body.
+/// making would take half of the time of a small body.
 const LEVELS: [i32; 2] = [-1, 1];
 /// Of what is a small body, in bytes.
 const SMALL: usize = 1024;
