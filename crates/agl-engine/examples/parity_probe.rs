@@ -11,26 +11,19 @@ use agl_engine::{Engine, EngineConfig, GenerateRequest, LossConfig, OptimConfig,
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+#[path = "../tests/engine/recorded_row.rs"]
+mod recorded_row;
+use recorded_row::RecordedRow;
+
 #[derive(Deserialize)]
 struct ModelRequest {
     ids: Vec<u32>,
     prompt: Vec<u32>,
     new_tokens: usize,
-    rows: Vec<Row>,
+    rows: Vec<RecordedRow>,
     loss: LossConfig,
     optim: OptimConfig,
     updates: usize,
-}
-
-#[derive(Deserialize)]
-struct Row {
-    ids: Vec<u32>,
-    mask: Vec<bool>,
-    weights: Vec<f32>,
-    advantages: Vec<f32>,
-    old_log_probs: Vec<f32>,
-    importance_weights: Vec<f32>,
-    ref_log_probs: Vec<f32>,
 }
 
 #[derive(Deserialize)]
@@ -66,7 +59,7 @@ fn compute(engine: &Engine, dir: &Path, request: ModelRequest) -> Result<Value, 
     };
     let runtime = tokio::runtime::Builder::new_current_thread().build()?;
     let greedy = runtime.block_on(engine.generate(GenerateRequest { prompt: request.prompt, sampling }))?;
-    let rows: Vec<TrainRow> = request.rows.into_iter().map(train_row).collect();
+    let rows: Vec<TrainRow> = request.rows.into_iter().map(TrainRow::from).collect();
     let temperature = request.loss.temperature;
     let ids: Vec<Vec<u32>> = rows.iter().map(|row| row.ids.clone()).collect();
     let log_probs = engine.log_probs(&ids, temperature)?;
@@ -94,18 +87,6 @@ fn compute(engine: &Engine, dir: &Path, request: ModelRequest) -> Result<Value, 
         "logits_after": engine.logits(&request.ids)?,
         "logits_bf16": half.logits(&request.ids)?,
     }))
-}
-
-fn train_row(row: Row) -> TrainRow {
-    TrainRow {
-        ids: row.ids,
-        mask: row.mask,
-        weights: row.weights,
-        advantages: row.advantages,
-        old_log_probs: row.old_log_probs,
-        importance_weights: Some(row.importance_weights),
-        ref_log_probs: Some(row.ref_log_probs),
-    }
 }
 
 fn render(engine: &Engine, conversations: &[Conversation]) -> Result<Value, Box<dyn Error>> {

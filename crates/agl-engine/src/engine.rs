@@ -122,8 +122,6 @@ pub struct UpdateStats {
     pub loss: f64,
     /// Global norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// Learning rate used.
-    pub lr: f64,
     /// Share of tokens whose clipped branch was active.
     pub clip_fraction: f64,
     /// Share of tokens whose dual clip was active.
@@ -316,7 +314,6 @@ impl Engine {
         Ok(UpdateStats {
             loss: sums.loss,
             grad_norm,
-            lr: optim.lr,
             clip_fraction: mean(sums.clipped as f64),
             clip_fraction_lower: mean(sums.bounded as f64),
             approx_kl: mean(sums.kl),

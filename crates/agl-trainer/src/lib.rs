@@ -1,6 +1,7 @@
 //! The training loop: enqueue groups of rollouts, wait for whole groups, credit, update, publish, go on.
 //!
 //! * [`train`] — the loop itself; what happens in a step stands there, top to bottom.
+//! * [`run`] — what a run is configured by, and what it tells and leaves behind.
 //! * [`serving`] — the policy's model server, and its place in the gateway.
 //! * [`evaluate`] — rollouts without training: validation, and `agl eval`.
 //! * [`config`] — every key of the `[data]`, `[rollout]`, `[algorithm]`, `[actor]` and `[trainer]` sections.
@@ -25,6 +26,7 @@ pub mod evaluate;
 pub mod measure;
 pub mod metrics;
 pub mod picture;
+pub mod run;
 pub mod serving;
 pub mod tensorboard;
 pub mod train;
@@ -32,4 +34,5 @@ pub mod update;
 
 pub use config::{ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RolloutSection, TrainerConfig};
 pub use error::TrainerError;
-pub use train::{Progress, RunSummary, Settings, Trainer};
+pub use run::{Progress, RunSummary, Settings};
+pub use train::Trainer;

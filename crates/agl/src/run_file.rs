@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use agl_controller::ControllerConfig;
 use agl_engine::EngineConfig;
 use agl_gateway::GatewayConfig;
-use agl_trainer::train::Settings;
+use agl_trainer::run::Settings;
 use agl_trainer::{ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RolloutSection, TrainerConfig};
 use figment::Figment;
 use figment::providers::{Env, Format, Toml};

@@ -45,7 +45,7 @@ pub(crate) struct Step {
 
 impl KvCache {
     pub(crate) fn new(config: &ModelConfig, device: Device) -> Self {
-        let layers = (0..config.layers).map(|_| Layer { keys: None, values: None }).collect();
+        let layers = config.plans.iter().map(|_| Layer { keys: None, values: None }).collect();
         let (kv_heads, head_dim) = (config.kv_heads, config.head_dim);
         Self { layers, kv_heads, head_dim, slots: 0, capacity: 0, free: Vec::new(), device }
     }

@@ -78,7 +78,6 @@ pub(crate) struct ModelConfig {
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub intermediate_size: usize,
-    pub layers: usize,
     /// What differs from layer to layer; one entry each.
     pub plans: Vec<LayerPlan>,
     pub heads: usize,
@@ -144,7 +143,6 @@ impl ModelConfig {
             vocab_size: keys.size("vocab_size")?,
             hidden_size,
             intermediate_size: keys.size("intermediate_size")?,
-            layers,
             plans: layer_plans(&keys, family, layers)?,
             heads,
             kv_heads,

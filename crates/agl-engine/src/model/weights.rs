@@ -86,7 +86,7 @@ impl Layout {
         let (family, unit) =
             (config.family, if config.family.norm_offset().is_some() { Init::Zeros } else { Init::Ones });
         let embedding = add("model.embed_tokens.weight".to_owned(), &[config.vocab_size, hidden], Init::Normal);
-        let layers = (0..config.layers)
+        let layers = (0..config.plans.len())
             .map(|layer| {
                 let at = |part: &str| format!("model.layers.{layer}.{part}");
                 let mut bias =

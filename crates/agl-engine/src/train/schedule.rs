@@ -19,8 +19,7 @@ pub enum LrSchedulerType {
 
 impl OptimConfig {
     /// Steps of warm-up in a run of `total` steps.
-    #[must_use]
-    pub fn warmup_steps(&self, total: u64) -> u64 {
+    fn warmup_steps(&self, total: u64) -> u64 {
         // Cut off, as verl does: a run is warm a step early rather than late.
         u64::try_from(self.lr_warmup_steps).unwrap_or((self.lr_warmup_steps_ratio * total as f64) as u64)
     }

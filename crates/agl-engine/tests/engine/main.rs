@@ -6,6 +6,7 @@ mod fixture;
 mod learning;
 mod parity;
 mod prefix_cache;
+mod recorded_row;
 mod sampling;
 mod server;
 mod update;

@@ -8,28 +8,18 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::fixture::{dir, engine, generate};
+use super::recorded_row::RecordedRow;
 
 /// What `scripts/parity/make_fixtures.py` wrote about one model.
 #[derive(Deserialize)]
 struct Expected {
     ids: Vec<u32>,
-    rows: Vec<Row>,
+    rows: Vec<RecordedRow>,
     loss_config: LossConfig,
     loss: f64,
     /// Of each row's tokens but the first.
     log_probs: Vec<Vec<f32>>,
     greedy: Greedy,
-}
-
-#[derive(Deserialize)]
-struct Row {
-    ids: Vec<u32>,
-    mask: Vec<bool>,
-    weights: Vec<f32>,
-    advantages: Vec<f32>,
-    old_log_probs: Vec<f32>,
-    importance_weights: Vec<f32>,
-    ref_log_probs: Vec<f32>,
 }
 
 #[derive(Deserialize)]
@@ -54,19 +44,6 @@ fn values(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
     data.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
-fn train_rows(rows: &[Row]) -> Vec<TrainRow> {
-    let row = |row: &Row| {
-        let mut result = TrainRow::supervised(row.ids.clone(), row.mask.clone(), 1.0);
-        result.weights = row.weights.clone();
-        result.advantages = row.advantages.clone();
-        result.old_log_probs = row.old_log_probs.clone();
-        result.importance_weights = Some(row.importance_weights.clone());
-        result.ref_log_probs = Some(row.ref_log_probs.clone());
-        result
-    };
-    rows.iter().map(row).collect()
-}
-
 fn assert_near(ours: &[f32], theirs: &[f32], what: &str) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     for (at, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
@@ -83,7 +60,8 @@ fn norm(values: impl Iterator<Item = f32>) -> f64 {
 fn assert_gradients_agree(name: &str, expected: &Expected, tensors: &SafeTensors<'_>) {
     let engine = Engine::load(&dir(name), EngineConfig { micro_batch_tokens: 64, ..Default::default() }).unwrap();
     let optim = OptimConfig { lr: 0.0, betas: [0.0, 0.0], grad_clip: 0.0, ..Default::default() };
-    let stats = engine.update(&train_rows(&expected.rows), &expected.loss_config, &optim).unwrap();
+    let rows: Vec<TrainRow> = expected.rows.iter().cloned().map(TrainRow::from).collect();
+    let stats = engine.update(&rows, &expected.loss_config, &optim).unwrap();
     assert!((stats.loss - expected.loss).abs() < 1e-4 * expected.loss.abs(), "{name}: loss {}", stats.loss);
     let temp = tempfile::tempdir().unwrap();
     let saved = temp.path().join("optimizer");

@@ -8,7 +8,8 @@ use agl_controller::Controller;
 use agl_controller::plan::Action;
 use agl_gateway::Gateway;
 use agl_trainer::TrainerError;
-use agl_trainer::train::{RunSummary, Trainer};
+use agl_trainer::run::RunSummary;
+use agl_trainer::train::Trainer;
 use clap::Args;
 
 use crate::RunFileArgs;
